@@ -177,6 +177,13 @@ using Source = TableOf<1u << ibp::kFault>;                             // a tabl
 using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>;    // a table whose rows are written
 using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place into which rows are coded
 
+// A table of a list that may be long, in which a table may stand twice. Given compares all pairs of the memory that it
+// knows, so it is not told of these tables' memory: the operation itself checks that it writes to none of it.
+struct Listed : Table {
+    using Table::Table;
+    void add_parts(Given &given) const { given.require_device(ibp::TableHandle::device); }
+};
+
 // The argument `cache` of an operation, which may write all of the cache's memory.
 struct Cache : OnCpu, ibp::CacheHandle {
     explicit Cache(const Tensor &tensor) : OnCpu(tensor), ibp::CacheHandle(handle_in<ibp::CacheHandle>(tensor, "cache"))
@@ -190,7 +197,7 @@ struct Cache : OnCpu, ibp::CacheHandle {
     }
 };
 
-// An argument that is a list of tables or of caches. T: Source, for example.
+// An argument that is a list of tables or of caches. T: Source or Listed, for example.
 template <typename T> struct ListOf : Role<Tensors, kCpu> {
     std::vector<T> each;
     explicit ListOf(const Tensors &tensors) : Role(tensors)

@@ -307,23 +307,10 @@ void take_out(const Device &device, const Source &handle, const std::optional<Te
 
 // ---- several tables in one call ----
 
-using Handles = Role<Tensors, kCpu>;
-
-// Reads the handles of several tables, which must all be for the device of the call.
-std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &tables)
+// Throws if a table overlaps memory that the call writes, or if the call notes faults and the table has no record.
+void require_apart(const Device &device, const ibp::TableHandle &handle, const Memory &written)
 {
-    std::vector<ibp::TableHandle> handles;
-    for (const Tensor &table : tables) {
-        handles.push_back(handle_in<ibp::TableHandle>(table, "table"));
-        device.require_number(handles.back().device);
-        require(!device.is_cuda() || handles.back().fault != nullptr, "a table is described without a fault record");
-    }
-    return handles;
-}
-
-// Throws if a table overlaps memory that the call writes.
-void require_apart(const ibp::TableHandle &handle, const Memory &written)
-{
+    require(!device.is_cuda() || handle.fault != nullptr, "a table is described without a fault record");
     for (uint32_t p = 0; p < ibp::kNumParts; p++)
         require(!handle.parts[p].meets(written), ibp::kPartNames[p], " of a table and out share memory");
 }
@@ -334,10 +321,10 @@ void require_apart(const ibp::TableHandle &handle, const Memory &written)
 // positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out.
 // starts: one number for each table, ascending from 0, followed by the number of ids.
 // out: contiguous, any dtype.
-void take_many(const Device &device, const Handles &tables, const Tensor &ids, const Tensor &positions,
+void take_many(const Device &device, const ListOf<Listed> &tables, const Tensor &ids, const Tensor &positions,
                const std::vector<int64_t> &starts, int64_t max_sms, const Out &out)
 {
-    const std::vector<ibp::TableHandle> handles = read_tables(device, tables);
+    const std::vector<Listed> &handles = tables.each;
     const ibp_ids items = ids_of(ids);
     const Memory memory = memory_of(out, "out");
     const uint32_t *const places = data_of<uint32_t>(positions, ScalarType::Int, items.count, "positions");
@@ -351,7 +338,7 @@ void take_many(const Device &device, const Handles &tables, const Tensor &ids, c
         const ibp_table &table = handles[t].table();
         require(table.item_bytes == handles[0].table().item_bytes && table.item_bytes > 0,
                 "tables have items of other sizes");
-        require_apart(handles[t], memory);
+        require_apart(device, handles[t], memory);
         parts[t].count = starts[t + 1] - starts[t];
         parts[t].data = static_cast<const uint8_t *>(items.data) + starts[t] * items.id_bytes;
         parts[t].positions = places + starts[t], parts[t].out_items = memory.num_bytes / table.item_bytes;
@@ -367,9 +354,9 @@ void take_many(const Device &device, const Handles &tables, const Tensor &ids, c
 
 // Decodes all items of each table t to outs[t]. outs[t] must be contiguous, may have any dtype, and must have exactly
 // the size in bytes of the table's tensor.
-void decode_many(const Device &device, const Handles &tables, int64_t max_sms, const Tensors &outs)
+void decode_many(const Device &device, const ListOf<Listed> &tables, int64_t max_sms, const Tensors &outs)
 {
-    const std::vector<ibp::TableHandle> handles = read_tables(device, tables);
+    const std::vector<Listed> &handles = tables.each;
     require(outs.size() == handles.size(), "there are ", static_cast<int64_t>(outs.size()), " outs of ",
             static_cast<int64_t>(handles.size()), " tables");
     std::vector<ibp_gather> gathers;
@@ -379,7 +366,7 @@ void decode_many(const Device &device, const Handles &tables, int64_t max_sms, c
         written.push_back(memory_of(outs[t], "outs"));
         require(written[t].num_bytes == ibp_bytes_of_table(&table), "outs has ", written[t].num_bytes, " bytes, ",
                 ibp_bytes_of_table(&table), " are needed");
-        require_apart(handles[t], written[t]);
+        require_apart(device, handles[t], written[t]);
         gathers.push_back({&table, nullptr, written[t].data, handles[t].fault});
     }
     std::sort(written.begin(), written.end(), [](const Memory &a, const Memory &b) { return a.data < b.data; });
@@ -449,15 +436,18 @@ Tensor new_matrices(const Device &device, const Tensor &ids, const Tensor &like,
     require(like.dim() > 1, "likes have ", like.dim(), " dimensions, at least 2 are needed");
     const auto element_bytes = static_cast<int64_t>(like.element_size());
     std::vector<int64_t> sizes{num_slots}, strides{like.stride(0)};
-    int64_t count = 1, last = 0;
+    int64_t count = 1;
+    Steps steps;
     for (int64_t d = 1; d < like.dim(); d++) {
         sizes.push_back(like.size(d)), strides.push_back(like.stride(d));
         require(sizes.back() > 0 && strides.back() >= 0, "likes have no elements in a dimension, or count backwards");
-        count = total_bytes(count, sizes.back(), "likes"),
-        last += total_bytes(sizes.back() - 1, strides.back(), "likes");
+        count = total_bytes(count, sizes.back(), "likes");
+        if (sizes.back() > 1) steps.push_back({strides.back(), sizes.back()});
     }
-    require(last + 1 == count && strides[0] == count && total_bytes(count, element_bytes, "likes") == matrix_bytes,
-            "likes have matrices of ", count, " elements, not dense ones of ", matrix_bytes, " bytes");
+    const int64_t num_wanted = total_bytes(count, element_bytes, "likes");
+    require(num_wanted == matrix_bytes, "likes have matrices of ", num_wanted, " bytes, ", matrix_bytes, " are needed");
+    require(bytes_of_items(steps, 1) == count && strides[0] == count,
+            "likes have strides that leave gaps or overlap: dense matrices, one after the other, are needed");
     const int64_t num_bytes = total_bytes(num_slots, matrix_bytes, "likes");
     Tensor made = empty_tensor(sizes, strides, dtype_of(like), device_type_of(ids), ids.get_device_index());
     prepare_result(device, made, num_bytes);

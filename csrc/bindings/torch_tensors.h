@@ -320,7 +320,7 @@ class Given {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
     }
     // Requires that the call runs on the CUDA device with this index; -1: on the CPU.
-    void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
+    void require_device(int64_t number) { wanted_.push_back(number); }
 
     // Returns the device on which the call runs. Throws if arguments are on other devices or share memory.
     Device device()
@@ -335,7 +335,7 @@ class Given {
             if (entry.place == kHere) device.require_here(*entry.tensor);
             if (entry.place == kNear) device.require_near(*entry.tensor);
         }
-        if (is_wanted_) device.require_number(wanted_);
+        for (const int64_t number : wanted_) device.require_number(number);
         check_memory();
         return device;
     }
@@ -381,8 +381,7 @@ class Given {
     const char *names_;
     std::vector<Entry> entries_;
     size_t position_ = 0;
-    int64_t wanted_ = -1;
-    bool is_wanted_ = false;
+    std::vector<int64_t> wanted_; // the devices that require_device was given
 };
 
 // ---- calling the core ----

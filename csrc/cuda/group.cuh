@@ -155,7 +155,7 @@ template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Gr
     static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
     {
         if constexpr (WARPS > 1) {
-            __shared__ uint64_t of_first[kMostGroups];
+            __shared__ uint64_t of_first[most_groups()];
             if (rank() == 0u) of_first[in_block()] = v;
             sync();
             v = of_first[in_block()];
@@ -182,7 +182,12 @@ template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Gr
     }
 
   private:
-    static constexpr uint32_t kMostGroups = kMostJoined / kThreads; // the largest number of groups in a block
+    // Returns the largest number of groups in a block whose warps are joined by broadcast or join_warps.
+    static __host__ __device__ constexpr uint32_t most_groups()
+    {
+        static_assert(kThreads <= kMostJoined, "a group whose warps are joined must have at most kMostJoined threads");
+        return kMostJoined / kThreads;
+    }
 
     // Does what exchange does for each of N numbers, in static shared memory, and ends with a barrier, so that it can
     // be called again at once. of_warp: this warp's numbers. before, total: receive the sums. Shuffles add up the
@@ -191,7 +196,7 @@ template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Gr
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
                                                       uint32_t (&total)[N])
     {
-        __shared__ uint32_t parts_of_all[kMostGroups][WARPS][N];
+        __shared__ uint32_t parts_of_all[most_groups()][WARPS][N];
         uint32_t(*const parts)[N] = parts_of_all[in_block()];
         if (lane() == 0)
 #pragma unroll

@@ -576,7 +576,7 @@ class ExpertsForward:
         current = torch.cuda.current_stream(ids.device) if self._has_stream else None
         awaited: set[int] = set()  # the numbers of the stacks that the current stream has waited for
         try:
-            slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare, current)
+            slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare)
             stacks: dict[str, Any] = dict(zip(self.stacks, fetched))
             if current is not None:
                 stacks = {
@@ -584,7 +584,7 @@ class ExpertsForward:
                     for number, (name, of_stack) in enumerate(stacks.items())
                 }
             return calls.with_slots(module, args, kwargs, slots.to(ids.dtype), held, stacks)
-        finally:  # The current stream owns the results of `take`. Their memory is used again only after the fetches.
+        finally:  # The current stream owns what `take` allocates. That memory is used again only after the fetches.
             last = len(self.stacks) - 1
             if current is not None and last not in awaited:
                 self._fetcher.wait_for(last, current)

@@ -485,6 +485,11 @@ class CacheState:
         self.is_idle = devices[0].type == "cuda" and is_refused(view) and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
+    def use_lock_of(self, other: CacheState) -> None:
+        """Replaces the lock of this cache by that of another one, so that one operation can use both caches. No thread
+        may use this cache meanwhile."""
+        self.lock = other.lock
+
     def in_use(
         self, worker: torch.device, beside: torch.cuda.Stream | None = None, key: Key | None = None
     ) -> Generation:

@@ -20,7 +20,8 @@ class StackFetcher:
     is a table whose items are single rows, with a cache on one device; the rows of a matrix follow one another.
 
     A GPU fetches on a stream beside the caller's. `wait_for` makes the caller's stream wait for the matrices of a
-    stack. The caller's stream must wait for the last stack before the memory of results is used again.
+    stack. The caller's stream must wait for the last stack before the memory of results is used again, also after a
+    call of `take` that has raised an error or that was interrupted, whose fetches may still be under way.
 
     Args:
         caches: a new cache for each stack, all on the same device. Afterwards the caches have one lock in common,
@@ -44,9 +45,9 @@ class StackFetcher:
         self._num_rows = [cache.view.num_rows // num_matrices for cache in caches]
         self._states = [cache._state for cache in caches]
         self._devices = frozenset.intersection(*(frozenset(state.serving) for state in self._states))
-        self._lock = self._states[0].lock
-        for state in self._states:
-            state.lock = self._lock
+        first, *others = self._states
+        for state in others:
+            state.use_lock_of(first)
         self._beside, self._address = beside, 0 if beside is None else beside.cuda_stream
         # The first event is recorded on the caller's stream, and the others, one for each stack, on the stream beside.
         # A later call may record an event again before an earlier caller has waited for it. This caller then waits for
@@ -60,9 +61,7 @@ class StackFetcher:
         """Returns whether matrices can be fetched on a device through all caches."""
         return device in self._devices
 
-    def take(
-        self, ids: torch.Tensor, num_slots: int, num_spare: torch.Tensor | None, current: torch.cuda.Stream | None
-    ) -> list[torch.Tensor]:
+    def take(self, ids: torch.Tensor, num_slots: int, num_spare: torch.Tensor | None) -> list[torch.Tensor]:
         """Fetches the matrices with the given numbers into slots, each once and in increasing order.
 
         Args:
@@ -70,7 +69,6 @@ class StackFetcher:
             num_slots: number of slots, at least the smaller of the number of ids and num_matrices + 1.
             num_spare: an int64 counter, to which the number of slots that are left over is added. None: it is not
                 counted.
-            current: the device's current stream; None on the CPU.
 
         Returns:
             [slots, held, work, stack, ...]. slots: int64, with the shape of ids, the slot of each matrix. held: int64
@@ -84,7 +82,7 @@ class StackFetcher:
         worker = ids.device
         tables = [state.handle_on(worker).table for state in self._states]
         try:
-            with self._lock:
+            with self._states[0].lock:
                 key = current_key(worker, self._beside)
                 return _take_matrices(
                     tables,
@@ -99,14 +97,10 @@ class StackFetcher:
                     self._address,
                     self._addresses,
                 )
-        except RuntimeError as error:  # the operation has made the current stream wait
+        except RuntimeError as error:
             if worker.type == "cpu":
                 self._raise_for(ids)
             raise refusal(error) from None
-        except BaseException:  # the call was interrupted, perhaps when the operation had returned
-            if current is not None:
-                self.wait_for(len(self._states) - 1, current)
-            raise
 
     def _raise_for(self, ids: torch.Tensor) -> None:
         """Raises the error of a stack whose matrices cannot be fetched on the CPU."""

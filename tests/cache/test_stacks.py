@@ -49,9 +49,9 @@ class Stacks:
         first, second = (x.view(MATRICES, rows, -1)[numbers] for x, rows in zip(self.values, ROWS))
         return first, second.mT
 
-    def take(self, ids, num_slots=None, current=None):
+    def take(self, ids, num_slots=None):
         num_slots = max(2, ids.numel()) if num_slots is None else num_slots
-        return self.fetcher.take(ids, num_slots, self.num_spare, current)
+        return self.fetcher.take(ids, num_slots, self.num_spare)
 
     def check(self, ids, found):
         """Checks the results of a call whose ids are in range."""
@@ -122,19 +122,34 @@ def test_matrices_that_are_not_there(bad):
         stacks.take(torch.tensor([1, bad]))
 
 
+def for_a_gpu(handle):
+    """A handle that says that its table is for the first GPU."""
+    numbers = handle.clone()
+    numbers.view(torch.int64)[1] = 0
+    return numbers
+
+
 def wrong_arguments():
     """(what the message says, place of the argument, wrong value as a function of the right one)."""
     yield "same length", 0, lambda tables: tables[:1]
     yield "same length", 1, lambda caches: caches[:1]
     yield "fault and fault share memory", 0, lambda tables: [tables[0], tables[0]]
+    yield "must be on the CPU", 0, lambda tables: [for_a_gpu(tables[0]), tables[1]]
     yield "cache and cache share memory", 1, lambda caches: [caches[0], caches[0]]
     yield "ids must be int32 or int64", 2, lambda ids: ids.short()
     yield "ids is not contiguous", 2, lambda ids: ids.t()
     yield "likes have 1 dimensions", 3, lambda likes: [likes[0], torch.empty(0)]
     yield "no elements in a dimension", 3, lambda likes: [torch.empty(0, 0, 60), likes[1]]
-    yield "not dense ones of 720 bytes", 3, lambda likes: [torch.empty(0, 4, 60), likes[1]]
-    yield "not dense ones of 720 bytes", 3, lambda likes: [torch.empty_strided((0, 3, 60), (240, 80, 1)), likes[1]]
-    yield "not dense ones of 720 bytes", 3, lambda likes: [likes[0].bfloat16(), likes[1]]
+    yield "960 bytes, 720 are needed", 3, lambda likes: [torch.empty(0, 4, 60), likes[1]]
+    yield "360 bytes, 720 are needed", 3, lambda likes: [likes[0].bfloat16(), likes[1]]
+    for sizes, strides in (
+        ((3, 60), (240, 80, 1)),
+        ((3, 60), (240, 60, 1)),
+        ((3, 60), (180, 0, 1)),
+        ((3, 3, 20), (180, 40, 40, 1)),
+    ):
+        like = torch.empty_strided((0, *sizes), strides)
+        yield "leave gaps or overlap", 3, lambda likes, like=like: [like, likes[1]]
     yield "a stack has 36 rows", 4, lambda number: number + 1
     yield "a stack has 36 rows", 4, lambda number: 0
     yield "list_matrices: an argument is outside", 5, lambda slots: 1
@@ -185,7 +200,7 @@ def test_gpu_matrices_are_ordered(cuda, cache_bytes):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000 * (number % 3))
             ids = torch.randint(0, MATRICES, (4, 2), generator=draws, pin_memory=True).to(cuda, non_blocking=True)
-            slots, held, work, *found = stacks.take(ids, current=stream)
+            slots, held, work, *found = stacks.take(ids)
             copies = []
             for place, stack in enumerate(found):
                 stacks.fetcher.wait_for(place, stream)
@@ -205,7 +220,7 @@ def test_gpu_counts_and_bits_are_those_of_the_cpu(cuda):
     current = torch.cuda.current_stream(cuda)
     for number in range(20):
         ids = torch.randint(0, MATRICES, (1 + number % 3, 2), generator=draws)
-        found = near.take(ids.to(cuda), current=current)
+        found = near.take(ids.to(cuda))
         near.fetcher.wait_for(1, current)
         for mine, wanted in zip(found[:2], far.take(ids)[:2]):
             assert torch.equal(mine.cpu(), wanted)
@@ -220,11 +235,11 @@ def test_gpu_graphs(cuda):
     stacks, ids = on_gpu(cuda), torch.zeros(3, 2, dtype=torch.int64, device=cuda)
     stream = torch.cuda.Stream(cuda)
     with torch.cuda.stream(stream):
-        stacks.take(ids, current=stream)
+        stacks.take(ids)
         stacks.fetcher.wait_for(1, stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        found = stacks.take(ids, current=stream)
+        found = stacks.take(ids)
         for place in (0, 1):
             stacks.fetcher.wait_for(place, stream)
     for seed in range(6):
@@ -232,7 +247,7 @@ def test_gpu_graphs(cuda):
         graph.replay()
         stacks.check(ids, found)
         current = torch.cuda.current_stream(cuda)
-        other = stacks.take(ids.flip(0).contiguous(), current=current)
+        other = stacks.take(ids.flip(0).contiguous())
         stacks.fetcher.wait_for(1, current)
         stacks.check(ids.flip(0), other)
         torch.cuda.synchronize(cuda)
@@ -247,7 +262,7 @@ def test_gpu_threads(cuda):
         with torch.cuda.stream(stream):
             for _ in range(30):
                 ids = torch.randint(0, MATRICES, (3, 2), generator=draws).to(cuda)
-                found = stacks.take(ids, current=stream)
+                found = stacks.take(ids)
                 stacks.fetcher.wait_for(1, stream)
                 stacks.check(ids, found)
 
@@ -277,7 +292,7 @@ def test_gpu_needs_a_stream_and_events(cuda):
 
 def test_gpu_notes_matrices_that_are_not_there(cuda):
     stacks, current = on_gpu(cuda), torch.cuda.current_stream(cuda)
-    _, held, _, *found = stacks.take(torch.tensor([3, MATRICES], device=cuda), current=current)
+    _, held, _, *found = stacks.take(torch.tensor([3, MATRICES], device=cuda))
     stacks.fetcher.wait_for(1, current)
     assert held.tolist() == [3, MATRICES]
     for stack, wanted, cache in zip(found, stacks.wanted([3]), stacks.caches):

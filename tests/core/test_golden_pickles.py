@@ -52,6 +52,29 @@ def test_pickles(file):
         assert_holds(contents(kind, name, made[name]), wanted[name], name)
 
 
+class Named(pickle.Unpickler):
+    """Collects the names of ibp that a pickle holds."""
+
+    def __init__(self, data):
+        super().__init__(io.BytesIO(data))
+        self.names = set()
+
+    def find_class(self, module, name):
+        if module.startswith("ibp"):
+            self.names.add(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def test_pickles_of_modules_name_no_private_module():
+    """A module could not be renamed without an alias for the pickles of a release that name it."""
+    model = torch.nn.Sequential(torch.nn.Embedding(200, 64), torch.nn.Linear(64, 200)).bfloat16().requires_grad_(False)
+    ibp.nn.compress(model, min_bytes=0)
+    held = Named(pickle.dumps({**modules(), "coded": model}))
+    held.load()["coded"].to("cpu")
+    assert {"ibp.nn.Linear", "ibp.nn._apply_checked", "ibp.nn._Group", "ibp.nn.SharedTable"} <= held.names
+    assert [name for name in held.names if "._" in name.rpartition(".")[0]] == []
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_files(release):
     held, wanted = ibp.load(PICKLES / release / "saved.safetensors"), recorded(release)

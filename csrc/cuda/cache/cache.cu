@@ -39,7 +39,7 @@ __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * 
 // ---- requested rows ----
 
 // The requested rows. A job is one row of one item. Jobs are ordered by item and, within an item, by row.
-struct Rows {
+struct RequestedRows {
     const void *ids;
     uint32_t id_bytes, rows_per_item, num_jobs, row_bytes;
     const uint16_t *lengths;
@@ -66,7 +66,7 @@ struct Rows {
 };
 
 // Describes the rows that a query requests. Returns false if the query is invalid or requests too many rows.
-static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
+static bool ask_for_rows(const ibp_row_query &query, RequestedRows *rows)
 {
     if (query.ids == nullptr || !ibp_is_query(&query) || !are_placed_ids(query.ids)) return false;
     if (query.ids->count > kMostJobs / query.rows_per_item) return false;
@@ -225,7 +225,7 @@ struct Maps {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    find_rows(const __grid_constant__ Rows rows, const __grid_constant__ Maps maps, uint64_t *entries,
+    find_rows(const __grid_constant__ RequestedRows rows, const __grid_constant__ Maps maps, uint64_t *entries,
               ibp_cache_counts *counts)
 {
     await_work_before();
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- the least recently used ----
 
 struct ClaimJob {
-    Rows rows;
+    RequestedRows rows;
     ibp_lru lru;
     uint64_t *entries;
     ibp_cache_counts *counts;
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
 {
     constexpr uint32_t kAhead = 4; // number of sets that are loaded at once
     await_work_before();
-    const Rows &rows = job.rows;
+    const RequestedRows &rows = job.rows;
     const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
     uint32_t *const stamps_of_lane = job.lru.stamps + lane_id();
     const bool has_sets = job.lru.slab.map.num_sets != 0;
@@ -643,7 +643,7 @@ ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t 
 ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                 uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
 {
-    ibp::Rows rows{};
+    ibp::RequestedRows rows{};
     ibp::Maps given{};
     if (query == nullptr || num_maps > IBP_MAX_SLABS || !ibp::ask_for_rows(*query, &rows)) return IBP_INVALID_ARGUMENT;
     for (; given.num_maps < num_maps; given.num_maps++) {

@@ -219,11 +219,11 @@ constexpr bool kLikely = true;
 // was measured, or has no coded form.
 struct BitStage {
     uint32_t *words;
-    uint32_t num_words; // index of the last word of the stage; later positions are limited to it
+    uint32_t last_word; // index of the last word of the stage; later positions are limited to it
 
     __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
     {
-        if (bits != 0u) atomicOr(&words[ibp_min_u32(w, num_words)], bits);
+        if (bits != 0u) atomicOr(&words[ibp_min_u32(w, last_word)], bits);
     }
     template <bool LIKELY = false> __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
     {
@@ -242,7 +242,7 @@ struct BitStage {
     {
         constexpr uint32_t kMost = 6;
         static_assert(N <= kMost, "a stage must have enough spare words");
-        return words + ibp_min_u32(position / 32u, num_words - kMost);
+        return words + ibp_min_u32(position / 32u, last_word - kMost);
     }
     // ORs N words of bits into the stage, beginning at bit `position`. Words that are zero are skipped, unless LIKELY.
     template <bool LIKELY = false, uint32_t N>
@@ -279,7 +279,7 @@ struct BitWriter {
         if (filled < 32u) return;
         if (is_shared)
             stage.or_word(word, static_cast<uint32_t>(bits));
-        else if (word < stage.num_words)
+        else if (word < stage.last_word)
             stage.words[word] = static_cast<uint32_t>(bits);
         is_shared = false;
         word++;

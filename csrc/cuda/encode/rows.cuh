@@ -111,7 +111,7 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
 // What a group records while it stores its rows. spilled: number of rows that were stored with an overflow part. lost:
 // number of rows for whose overflow part there was no room. seen: the last value of the overflow counter that the
 // group's first lane has read.
-struct Tally {
+struct OverflowTally {
     uint32_t spilled, lost;
     uint64_t seen;
 };
@@ -121,7 +121,7 @@ struct Tally {
 // is claimed first. All lanes of a group must call this together.
 template <class G>
 __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t row, uint32_t length, uint32_t valid,
-                                       const BitStage &stage, Tally &tally)
+                                       const BitStage &stage, OverflowTally &tally)
 {
     const ibp_place &place = job.place;
     const ibp_table &table = place.table;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
                    in_overflow = ibp_overflow_part(stored, table.slot_bytes);
     const bool claims = job.row_ids != nullptr && place.bases != nullptr, spills = in_overflow != 0u,
                is_new = place.is_new != 0u;
-    Part part{IBP_NO_BASE, 0};
+    OverflowPart part{IBP_NO_BASE, 0};
     if (spills || claims) {
         if (G::rank() == 0u) {
             if (claims)
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     // The smallest number of bytes that are written for a row, including zeros after it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
     uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the previous row
-    Tally tally{0, 0, kNotSeen};
+    OverflowTally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
     for (int64_t i = first; i < job.source.num_rows; i += step) {

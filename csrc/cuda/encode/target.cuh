@@ -59,13 +59,13 @@ constexpr uint64_t kNotSeen = UINT64_MAX;
 
 // The part of overflow that a row owns. base: the byte of overflow at which the part begins; IBP_NO_BASE if there is no
 // part. sectors: the part's size in units of IBP_OVERFLOW_ALIGN bytes.
-struct Part {
+struct OverflowPart {
     uint64_t base;
     uint32_t sectors;
 };
 
 // Returns the part that a row's base points to, or no part if that part does not lie in overflow.
-__device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
+__device__ __forceinline__ OverflowPart part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table &table = place.table;
     const uint32_t sectors = place.rooms != nullptr
@@ -79,11 +79,11 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
 
 // Claims a row that other groups may store, too, and returns its part as part_of does. Until the row's base is written,
 // other groups that claim the row get a part with the base kClaimed.
-__device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, uint32_t valid)
+__device__ __forceinline__ OverflowPart claim_part(const ibp_place &place, int64_t row, uint32_t valid)
 {
     const uint64_t base = atomicExch(reinterpret_cast<unsigned long long *>(place.bases + row), kClaimed);
     __threadfence();
-    return base == kClaimed ? Part{kClaimed, 0} : part_of(place, row, base, valid);
+    return base == kClaimed ? OverflowPart{kClaimed, 0} : part_of(place, row, base, valid);
 }
 
 // Allocates a part that no other row has. If there is no room, returns a part with the base IBP_NO_BASE. seen: the last
@@ -93,7 +93,7 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
 // value either, nothing is added to the counter. So the counter stays near the size of overflow, however many rows find
 // no room. If the part would fit at byte `seen`, the counter is not read first, because a second access to a counter
 // that all groups use would delay the row.
-__device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
+__device__ __forceinline__ OverflowPart take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
     const uint64_t num_bytes = uint64_t{IBP_OVERFLOW_ALIGN} * sectors;
@@ -103,16 +103,16 @@ __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t secto
     if (!fits(seen)) return {IBP_NO_BASE, 0};
     const uint64_t start = atomicAdd(used, static_cast<unsigned long long>(num_bytes));
     seen = start + num_bytes;
-    return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
+    return fits(start) ? OverflowPart{start, sectors} : OverflowPart{IBP_NO_BASE, 0};
 }
 
 // Allocates a part for a row whose own part is too small. The new part has room for the raw row if the row had a part,
 // the place has an array `rooms` of sizes, and overflow has enough room. Otherwise the new part has room for the coded
 // row. own: the part that the row had. in_overflow: size in bytes of the coded row's overflow part.
-__device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
-                                              uint64_t &seen)
+__device__ __forceinline__ OverflowPart take_part_for(const ibp_place &place, OverflowPart own, uint32_t in_overflow,
+                                                      uint32_t valid, uint64_t &seen)
 {
-    Part part{IBP_NO_BASE, 0};
+    OverflowPart part{IBP_NO_BASE, 0};
     if (place.rooms != nullptr && own.sectors != 0u)
         part = take_part(place, ibp_sectors_of(ibp_overflow_part(valid, place.table.slot_bytes)), seen);
     return part.base != IBP_NO_BASE ? part : take_part(place, ibp_sectors_of(in_overflow), seen);

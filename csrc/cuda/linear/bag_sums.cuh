@@ -47,18 +47,19 @@ __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t 
 }
 
 // The bags first_bag to last_bag - 1 of a team, and the rows first to last - 1 of these bags.
-struct Share {
+struct BagShare {
     uint32_t first_bag, last_bag, first, last; // last_bag and last are exclusive
 };
 
 // Returns the share of a team. All shares have about the same number of bags plus ids, so that bags without ids are
 // divided evenly, too. If another process changes the offsets meanwhile, warps compute different shares; therefore all
 // warps of a team use the share that one of them has computed.
-static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
+static __device__ __noinline__ BagShare share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team,
+                                                 uint32_t num_teams)
 {
     const uint64_t total = uint64_t{num_ids} + static_cast<uint64_t>(bags.num_bags);
     const uint32_t bag = first_bag_at(bags, num_ids, total * (team + lane_id() / (kWarp / 2u)) / num_teams);
-    Share share;
+    BagShare share;
     share.first_bag = __shfl_sync(kAllLanes, bag, 0);
     share.last_bag =
         team + 1u == num_teams ? static_cast<uint32_t>(bags.num_bags) : __shfl_sync(kAllLanes, bag, kWarp - 1u);
@@ -182,13 +183,13 @@ struct Bounds {
 
 // The shared memory of a team:
 //
-//     Share                       16 bytes
+//     BagShare                    16 bytes
 //     words                       for each thread, the state of its open bag between two rounds, in words of 16 bytes
 //     notes                       a note for each row of a round
 struct TeamMemory {
     uint32_t first; // offset of this memory in shared memory, in bytes
 
-    __device__ __forceinline__ Share &share() const { return *reinterpret_cast<Share *>(shared_bytes() + first); }
+    __device__ __forceinline__ BagShare &share() const { return *reinterpret_cast<BagShare *>(shared_bytes() + first); }
     // Returns the i-th word of 16 bytes of this thread. The i-th words of consecutive threads are adjacent.
     __device__ __forceinline__ uint4 &words(uint32_t i) const
     {
@@ -205,7 +206,7 @@ struct TeamMemory {
                (num_notes * static_cast<uint32_t>(sizeof(Note)) + 15u) / 16u * 16u;
     }
 };
-static_assert(sizeof(Share) == sizeof(uint4), "the share at the start must be one vector of 16 bytes");
+static_assert(sizeof(BagShare) == sizeof(uint4), "the share at the start must be one vector of 16 bytes");
 
 // Computes the sums of a team's bags. Several threads share a bag. Their number is the smallest power of two that is at
 // least 4 and at least the number of units in a row, but it is at most kTeamThreads. Each thread takes up to UNITS
@@ -221,7 +222,7 @@ template <uint32_t UNITS> struct Reducer {
     uint8_t *const out;
     ibp_fault *const fault;
     const TeamMemory memory;
-    const Share share;
+    const BagShare share;
     const uint32_t task, lane_bits; // 1 << lane_bits threads share a bag
 
     struct State {
@@ -234,7 +235,7 @@ template <uint32_t UNITS> struct Reducer {
 
     // asked_task: task_of(asked).
     __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t asked_task, uint32_t num, uint32_t bytes,
-                                       uint8_t *to, ibp_fault *noted, TeamMemory kept, const Share &of_team)
+                                       uint8_t *to, ibp_fault *noted, TeamMemory kept, const BagShare &of_team)
         : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(of_team),
           task(asked_task), lane_bits(bits_of_lanes(bytes))
     {

@@ -123,11 +123,11 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
                             team * TeamMemory::num_bytes(Sums::kWords, kRound)};
     const Rows<kTurn, kTurns> rows{first_stage + team * kTurn * group.num_bytes + group.row(0), group.num_bytes,
                                    group.row(kTurns - 1u) - group.row(0), memory.notes(Sums::kWords)};
-    const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
+    const BagShare found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
     if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
     named_barrier(team + 1u, kTeamThreads);
-    const Share of_team = memory.share(), share{of_first_lane(of_team.first_bag), of_first_lane(of_team.last_bag),
-                                                of_first_lane(of_team.first), of_first_lane(of_team.last)};
+    const BagShare of_team = memory.share(), share{of_first_lane(of_team.first_bag), of_first_lane(of_team.last_bag),
+                                                   of_first_lane(of_team.first), of_first_lane(of_team.last)};
     if (share.first_bag >= share.last_bag) return;
     const Sums sums(bags, of_first_lane(task_of(bags)), num_ids, row_bytes, out, fault, memory, share);
     sums.begin();
