@@ -412,8 +412,9 @@ class CompressedCache(OfThisProcess, DynamicCache):
             # Fetch ahead for the layer that is used next; after the last layer, this is the first layer. Assume that it
             # gets the same number of new tokens as this layer. The exception is the first layer after the first tokens
             # (the prompt), which probably gets one token.
-            order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
-            index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
+            index = (layer_idx + 1) % len(self.layers)
+            while not isinstance(self.layers[index], CompressedLayer):
+                index = (index + 1) % len(self.layers)
             is_prompt = layer.last_query == layer.get_seq_length()
             self.layers[index].fetch_ahead(1 if index <= layer_idx and is_prompt else layer.last_query)
         return keys, values
