@@ -233,6 +233,8 @@ def test_rows_come_back_on_the_gpu(cuda, cache_bytes, memory):
     new = rows_of(5, seed=9, device=cuda)
     kv.store(0, new, torch.arange(5, device=cuda))
     assert_same_bits(kv.load(0, torch.arange(5)), new)
+    kv.store(0, new.transpose(0, 1).contiguous().transpose(0, 1), range(TOKENS - 5, TOKENS))
+    assert_same_bits(kv.load(0, range(TOKENS - 6, TOKENS)), torch.cat([rows[-6:-5], new]))
     kv.check()
 
 
