@@ -291,7 +291,7 @@ class CodedPools:
 
     def store(self, number, rows, first):
         for kv, some in zip(self.rows[number], rows):
-            kv.store(0, some, torch.arange(first, first + len(some), device=some.device))
+            kv.store(0, some, range(first, first + len(some)))
 
     def ask(self, places):
         self.places = places

@@ -152,8 +152,9 @@ class KVRows(OfThisProcess):
             for place in (self.places if cache_bytes else ())
         )
         self._heads = torch.arange(self.num_heads, device=self.device)
+        self._heads_of_lists = self._heads.unsqueeze(1)  # [num_heads, 1], for tokens [..., num_heads, k]
         self._faults = Faults(_WORDS)
-        self._faults.on(self.device)  # graphs need the record to exist before they are captured
+        self._fault = self._faults.on(self.device)  # graphs need the record to exist before they are captured
 
     @property
     def pool_bytes(self) -> int:
@@ -185,29 +186,36 @@ class KVRows(OfThisProcess):
             layer: number of the layer.
             rows: [tokens, num_heads, dim] of `dtype` on the device. The last dimension must be contiguous; the other
                 dimensions may have any strides. If num_heads is 1, [tokens, dim] also works.
-            tokens: the numbers of the tokens, all different: a tensor [tokens] on the CPU or the device, or a list.
+            tokens: the numbers of the tokens, all different: a tensor [tokens] on the CPU or the device, or a list. For
+                consecutive tokens, give a `range`, because its numbers are not copied to the device.
             max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
             IndexError: there is no such layer or token. For token numbers on a GPU, `check` raises it.
             TypeError, ValueError: rows or tokens are not as described.
         """
-        place = self.places[self._layer(layer)]
-        chosen = self._tokens(tokens)
+        place, chosen, first_row = self.places[self._layer(layer)], None, 0
+        if isinstance(tokens, range) and self._has_all(tokens):
+            shape, first_row = torch.Size((len(tokens),)), tokens.start * self.num_heads
+        else:
+            chosen = self._tokens(tokens)
+            shape = chosen.shape
         if rows.dim() == 2 and self.num_heads == 1:
             rows = rows.unsqueeze(1)
-        if rows.shape != (*chosen.shape, self.num_heads, self.dim) or chosen.dim() != 1 or rows.dtype != self.dtype:
+        if rows.shape != (*shape, self.num_heads, self.dim) or len(shape) != 1 or rows.dtype != self.dtype:
             raise ValueError(
-                f"rows are {list(rows.shape)} of {rows.dtype} for tokens {list(chosen.shape)}; wanted "
+                f"rows are {list(rows.shape)} of {rows.dtype} for tokens {list(shape)}; wanted "
                 f"[tokens, {self.num_heads}, {self.dim}] of {self.dtype}"
             )
         if rows.device != self.device or (self.dim > 1 and rows.stride(-1) != 1):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
-        row_ids = self._rows(chosen.unsqueeze(1)).view(-1)
-        sms = sms_of(max_sms)
-        place.handle.encode(rows.detach(), place.tally, place.fault, row_ids=row_ids, max_sms=sms)
+        rows, sms = rows.detach() if rows.requires_grad else rows, sms_of(max_sms)
+        row_ids = None if chosen is None else self._rows(chosen.unsqueeze(1))
+        place.handle.encode(rows, place.tally, place.fault, row_ids=row_ids, first_row=first_row, max_sms=sms)
         if self.caches:
-            self.caches[layer].invalidate(row_ids)
+            if row_ids is None:
+                row_ids = torch.arange(first_row, first_row + shape[0] * self.num_heads, device=self.device)
+            self.caches[layer].invalidate(row_ids.view(-1))
 
     def load(
         self,
@@ -253,9 +261,7 @@ class KVRows(OfThisProcess):
         if self.caches:
             self.caches[layer].index_select(rows.view(-1), out=out, max_sms=max_sms)
         else:
-            sms = sms_of(max_sms)
-            ids = rows.view(-1)
-            torch.ops.ibp.gather_items.default(place.handle.table, ids, sms, out, self._faults.on(self.device))
+            torch.ops.ibp.gather_items.default(place.handle.table, rows, sms_of(max_sms), out, self._fault)
         return out
 
     def clear(self, layer: int | None = None) -> None:
@@ -315,8 +321,12 @@ class KVRows(OfThisProcess):
             check_range(tokens.reshape(-1), self.num_tokens, name="tokens")
         return tokens.to(self.device, torch.int64)
 
+    def _has_all(self, tokens: range) -> bool:
+        """Returns whether the numbers in a range are consecutive and belong to tokens of the store."""
+        return tokens.step == 1 and 0 <= tokens.start <= tokens.stop <= self.num_tokens
+
     def _rows(self, tokens: torch.Tensor, per_head: bool = False) -> torch.Tensor:
-        """Returns the numbers of rows in a layer. Without per_head, tokens is [..., 1], and the result is
+        """Returns the numbers of rows in a layer, contiguous. Without per_head, tokens is [..., 1], and the result is
         [..., num_heads]. With per_head, both are [..., num_heads, k]."""
-        heads = self._heads.unsqueeze(1) if per_head else self._heads
-        return torch.add(heads, tokens, alpha=self.num_heads)
+        heads = self._heads_of_lists if per_head else self._heads
+        return torch.add(heads, tokens, alpha=self.num_heads).contiguous()

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._common.sequences import rounded_up
 from .._fetch.streaming import STREAM_SMS
 from .._machine import memory as _memory
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, check_codebook, surveyed
-from .._rows.handle import Handle, Parts
+from .._rows.handle import Parts
 from .._rows.learning import CLEARLY_LESS, Learner, learned_from
 from .._rows.planes import PlanesCodebook
 from .._tables.coded_rows import CodedRows
@@ -129,6 +130,7 @@ class TokenArena:
         self._device, self._pinned = device, pinned
         self.used = 0  # number of bytes that are reserved, including gaps for alignment
         self._pieces: list[tuple[int, torch.Tensor]] = []  # for each allocation, (offset of its first byte, memory)
+        self._parts: list[tuple[int, torch.Tensor]] | None = None  # the result of `parts`; None: not known
         # For pinned memory: an event that is recorded after each copy to reserved bytes.
         self.filled = torch.cuda.Event() if pinned else None
 
@@ -144,7 +146,7 @@ class TokenArena:
         end = offset + num_bytes
         if not self._pieces or end > self.nbytes:
             self._grow(end, plain_bytes)
-        self.used = end
+        self.used, self._parts = end, None
         return offset, [
             memory[max(0, offset - start) : end - start]
             for start, memory in self._pieces
@@ -167,14 +169,16 @@ class TokenArena:
 
     def rewind(self, used: int) -> None:
         """Keeps the first `used` bytes and frees the bytes that were reserved after them."""
-        self.used = used
+        self.used, self._parts = used, None
         while self._pinned and self._pieces and self._pieces[-1][0] >= used:
             self._pieces.pop()
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
         """Returns (offset, used bytes) for each allocation."""
-        ends = [*(start for start, _ in self._pieces[1:]), self.used]
-        return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
+        if self._parts is None:
+            ends = [*(start for start, _ in self._pieces[1:]), self.used]
+            self._parts = [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
+        return self._parts
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +200,7 @@ class TokenArena:
 # ---- index ----
 
 _GROWTH = 1.5  # the factor by which index arrays grow
+_MOST_TABLES = 2  # a span keeps descriptions for this many buffers, those of a ring
 
 
 class TokenSpan:
@@ -221,6 +226,10 @@ class TokenSpan:
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # the used entries of `_lengths` and `_bases`
+        # (address, number of bytes) of the arena's bytes or of a copy of them -> the items, described for operations.
+        # Describing a table takes as long as calling an operation, and most fetches find the bytes in one of the two
+        # buffers of a ring, or in the arena. A description holds addresses, and keeps no memory alive.
+        self._tables: dict[tuple[int, int], torch.Tensor] = {}
         # The last call of `ids` with an order: (order, first, last, result).
         self._ids: tuple[torch.Tensor, int, int, torch.Tensor] | None = None
         # Decoding is slow if the codebook has separate entries for each column. Then only all multiprocessors together
@@ -253,34 +262,57 @@ class TokenSpan:
         self._resize(num_items)
 
     def _resize(self, num_items: int) -> None:
+        self._tables = {}  # This must come first, because the present index may be freed below.
         self.num_items = num_items
-        self._index = self._lengths[: self.num_rows], self._bases[: self.num_rows]
+        num_bases = num_items if self.codebook is None else self.num_rows
+        self._index = self._lengths[: self.num_rows], self._bases[:num_bases]
 
     def decode(
-        self, staged: torch.Tensor, out: torch.Tensor, ids: torch.Tensor | None, sms: int | None, fault: torch.Tensor
+        self,
+        staged: torch.Tensor,
+        used: int,
+        out: torch.Tensor,
+        ids: torch.Tensor | None,
+        sms: int | None,
+        fault: torch.Tensor,
     ) -> None:
         """Queues the decoding of items.
 
         Args:
-            staged: uint8: all used bytes of the arena, or a copy of them on the device.
+            staged: uint8, at least `used` bytes, of which the first ones are the used bytes of the arena or a copy of
+                them on the device.
+            used: the number of these bytes.
             out: the destination, a view that `Form.items` returned.
             ids: int64: for each item of `out`, the number, within this span, of the item that is decoded to it. None:
                 all items of the span, in order.
             sms: number of multiprocessors that decode. 0: all. None: enough to keep up with the link.
             fault: the record in which faults are noted (`ibp._rows.handle`).
         """
-        sms = self._streaming_sms if sms is None else sms
-        item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
         if self.codebook is None:
-            places = self._bases[: self.num_items]
+            places = self._index[1]
             ids = places if ids is None else places[ids]
-            num_items = staged.numel() // item_bytes
-            slots, overflow, index = staged[: num_items * item_bytes], self._none, (self._lengths, self._no_bases)
-        else:
-            num_items, slots, overflow, index, row_bytes = self.num_items, self._none, staged, self._index, 0
-        shape = row_bytes, 0, num_items, item_bytes
-        table = Handle(Parts(slots, overflow, *index, self._words, self._codec, *shape)).table
+        table = self._tables.get((staged.data_ptr(), used))
+        if table is None:
+            table = self._described(staged, used)
+        sms = self._streaming_sms if sms is None else sms
         torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
+
+    def _described(self, staged: torch.Tensor, used: int) -> torch.Tensor:
+        """Describes the items for operations, and keeps the description. staged, used: as for `decode`."""
+        with outside_of_modes():
+            item_bytes, memory = self.form.item_bytes, staged[:used]
+            if self.codebook is None:
+                row_bytes, num_items = self.form.row_bytes, used // item_bytes
+                parts = memory[: num_items * item_bytes], self._none, self._lengths, self._no_bases
+            else:
+                row_bytes, num_items = 0, self.num_items
+                parts = self._none, memory, *self._index
+            shape = row_bytes, 0, num_items, item_bytes
+            table: torch.Tensor = torch.ops.ibp.describe_table.default(*Parts(*parts, self._words, self._codec, *shape))
+        if len(self._tables) == _MOST_TABLES:
+            self._tables.clear()
+        self._tables[staged.data_ptr(), used] = table
+        return table
 
     def ids(self, first: int, last: int, batch: int, order: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the numbers, within this span, of the items of blocks first to last - 1, as int64 [n] in the order of
@@ -294,10 +326,10 @@ class TokenSpan:
         """
         heads, device = self.form.num_heads, self._bases.device
         if order is None:
-            start, end = (block * batch - self.first_slot for block in (first, last))
-            if (start * heads, end * heads) == (0, self.num_items):
+            start, end = (first * batch - self.first_slot) * heads, (last * batch - self.first_slot) * heads
+            if start == 0 and end == self.num_items:
                 return None
-            return torch.arange(start * heads, end * heads, device=device)
+            return torch.arange(start, end, device=device)
         if self._ids is None or self._ids[0] is not order or self._ids[1:3] != (first, last):
             slots = order[first:last] - self.first_slot
             ids = slots[..., None] * heads + torch.arange(heads, device=device)
@@ -396,6 +428,7 @@ class CodedStates:
     def decode(
         self,
         staged: torch.Tensor,
+        used: int,
         out: torch.Tensor,
         blocks: range,
         order: torch.Tensor | None,
@@ -405,17 +438,19 @@ class CodedStates:
         """Queues the decoding of blocks into the first tokens of `out`.
 
         Args:
-            staged, sms, fault: as for `TokenSpan.decode`.
+            staged, used, sms, fault: as for `TokenSpan.decode`.
             out: [B, num_heads, tokens, head_dim], whose last two dimensions must be contiguous.
             blocks: the numbers of the blocks.
             order: as for `TokenSpan.ids`.
         """
-        for span, end in zip(self.spans, [*(span.first_block for span in self.spans[1:]), blocks.stop]):
-            first, last = max(blocks.start, span.first_block), min(blocks.stop, end)
+        last = blocks.stop
+        for span in reversed(self.spans):
+            first = max(blocks.start, span.first_block)
             if first < last:
                 ids = span.ids(first, last, out.shape[0], order)
                 items = self.form.items(out, first - blocks.start, last - blocks.start)
-                span.decode(staged, items, ids, sms, fault)
+                span.decode(staged, used, items, ids, sms, fault)
+                last = first
 
     def truncate(self, num_blocks: int, num_slots: int) -> None:
         """Keeps the first num_blocks blocks and the first num_slots coded sequences, and removes the others."""

@@ -312,9 +312,11 @@ class Fetch:
     Args:
         keys, values: the tensors.
         owner: the stream that was current when the tensors were allocated. None: the decoding has ended.
-        decoder: the stream that decodes.
+        ready: an event that has been recorded after the decoding. It may be recorded again after later work on the same
+            stream; `wait` then waits for that work, too. None: the decoding has ended.
     """
 
+    _owner: torch.cuda.Stream
     _ready: torch.cuda.Event | None = None
 
     def __init__(
@@ -322,12 +324,11 @@ class Fetch:
         keys: torch.Tensor,
         values: torch.Tensor,
         owner: torch.cuda.Stream | None = None,
-        decoder: torch.cuda.Stream | None = None,
+        ready: torch.cuda.Event | None = None,
     ) -> None:
         self.keys, self.values = keys, values
         if owner is not None:
-            self._owner, self._ready = owner, torch.cuda.Event()
-            self._ready.record(decoder)
+            self._owner, self._ready = owner, ready
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Makes the current stream wait for the decoding, and returns the keys and values."""
@@ -371,13 +372,13 @@ class TokenDecoder:
         self.device, self.memory = device, memory
         self.fetched_bytes = self.sent_bytes = 0
         self._sms, self._faults = (sms or None) if memory == "pinned" else sms, Faults(_WORDS)
+        self._fault, self._noted = self._faults.on(device), self._faults.words(device)
         self._stream: torch.cuda.Stream | None = None  # decodes; None on a CPU
         self._ring: Ring | None = None  # the buffers; None unless memory is "pinned"
         self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the history whose bytes it has or receives
         if memory != "host":
             stream = torch.cuda.Stream(device)
-            self._stream, self._issued = stream, torch.cuda.Event()
-            self._faults.on(device)
+            self._stream, self._issued, self._decoded = stream, torch.cuda.Event(), torch.cuda.Event()
             if memory == "pinned":
                 self._ring, self._sender = Ring(device, stream), torch.cuda.Stream(device)
 
@@ -421,15 +422,16 @@ class TokenDecoder:
                     turn = self._brought(self._ring, history)
                     torch.cuda.set_stream(stream)
                     turn.wait(stream)
-                    self._decode(history, keys, values, blocks, turn.memory[: arena.used])
+                    self._decode(history, keys, values, blocks, turn.memory)
                     turn.release(stream)
+                self._decoded.record(stream)
             finally:
                 torch.cuda.set_stream(current)
-            return Fetch(keys, values, current, stream)
+            return Fetch(keys, values, current, self._decoded)
 
     def _brought(self, ring: Ring, history: TokenHistory) -> Turn:
-        """Returns the buffer that has the bytes of a history. If no buffer has them, queues the copies that bring
-        them."""
+        """Returns the buffer that has the bytes of a history. If no buffer has them, queues the copies that bring them,
+        and leaves the stream of these copies as the current stream."""
         turn = ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = ring.next()
@@ -440,19 +442,23 @@ class TokenDecoder:
             if turn.memory.numel() < arena.used:
                 turn.reserve(arena.used + arena.used // _SLACK)
             stream.wait_event(arena.filled)
-            parts = arena.parts()
-            turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
-            self.fetched_bytes += sum(part.numel() for _, part in parts)
+            turn.claim(stream)
+            torch.cuda.set_stream(stream)
+            for start, part in arena.parts():
+                turn.memory[start : start + part.numel()].copy_(part, non_blocking=True)
+                self.fetched_bytes += part.numel()
+            turn.hand_over(stream)
             self._stamps[turn] = history.stamp
         return turn
 
     def _decode(
         self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
-        """Queues the decoding of blocks into the first tokens of keys and values, on the current stream. staged: all
-        used bytes of the arena, or a copy of them on the device."""
-        for states, out in ((history.keys, keys), (history.values, values)):
-            states.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
+        """Queues the decoding of blocks into the first tokens of keys and values, on the current stream. staged: memory
+        that begins with all used bytes of the arena, or with a copy of them on the device."""
+        used, order, sms, fault = history.arena.used, history.order, self._sms, self._fault
+        history.keys.decode(staged, used, keys, blocks, order, sms, fault)
+        history.values.decode(staged, used, values, blocks, order, sms, fault)
 
     def check(self) -> None:
         """Raises an error if decoding has noted a fault so far. Does not wait.
@@ -460,7 +466,8 @@ class TokenDecoder:
         Raises:
             RuntimeError: coded bytes in memory were damaged.
         """
-        self._faults.raise_pending(self.device)
+        if self._noted[0]:
+            self._faults.raise_pending(self.device)
 
 
 # ---- the coder of a cache ----

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ibp
+from counted import CountedOperations, calls_of
 from helpers import assert_same_bits
 from interrupts import Interrupted, InterruptedOperations
 
@@ -63,7 +64,7 @@ def test_interrupted_stores_lose_no_token(is_before, cache_bytes):
         except Interrupted:
             continue
         break
-    assert number > 3
+    assert number > 2
     kv.store(0, rows, tokens)
     assert_same_bits(kv.load(0, tokens), rows)
     kv.check()
@@ -140,6 +141,53 @@ def test_tokens_may_be_a_list():
     assert_same_bits(kv.load(0, [3, 7]), rows[[1, 0]])
 
 
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_tokens_may_be_a_range(cache_bytes, heads):
+    rows = rows_of(TOKENS, heads)
+    kv, held = kv_of(rows, cache_bytes=cache_bytes, num_heads=heads), torch.zeros_like(rows)
+    spread = rows.transpose(0, 1).contiguous().transpose(0, 1)
+    for tokens in (range(TOKENS), range(7, 30), range(TOKENS - 1, TOKENS), range(40, 90, 3), range(99, 50, -1)):
+        for given in (rows[: len(tokens)], spread[TOKENS - len(tokens) :]):
+            kv.store(1, given, tokens)
+            held[list(tokens)] = given
+            assert_same_bits(kv.load(1, range(TOKENS)), held)
+    kv.store(1, rows[:0], range(0))
+    assert_same_bits(kv.load(1, range(TOKENS)), held)
+    for tokens in (range(TOKENS - 1, TOKENS + 1), range(-1, 1)):
+        with pytest.raises(IndexError, match=r"wanted 0 to 199"):
+            kv.store(1, rows[:2], tokens)
+    with pytest.raises(ValueError, match=r"for tokens \[3\]"):
+        kv.store(1, rows[:2], range(3))
+    assert_same_bits(kv.load(1, range(TOKENS)), held)
+    kv.check()
+
+
+def test_lists_of_tokens_of_any_strides():
+    rows = rows_of(TOKENS)
+    kv = kv_of(rows)
+    kv.store(0, rows, range(TOKENS))
+    tokens = torch.randint(TOKENS, (10, HEADS, 3)).permute(2, 1, 0)
+    assert_same_bits(kv.load(0, tokens, per_head=True), rows[tokens, torch.arange(HEADS)[:, None]])
+    assert_same_bits(kv.load(0, tokens), rows[tokens])
+
+
+def test_calls_of_store_and_load():
+    """What is called beside the operation: nothing for consecutive tokens, and otherwise what makes numbers of rows."""
+    rows = rows_of(TOKENS)
+    kv, tokens, lists = kv_of(rows), torch.arange(5), torch.arange(8).view(HEADS, 2)
+    out = torch.empty(HEADS, 2, DIM, dtype=rows.dtype)
+    operations = CountedOperations()
+    with operations:
+        kv.store(0, rows, range(TOKENS))
+    assert operations.names == ["encode_into"]
+    with operations:
+        kv.load(0, lists, per_head=True, out=out)
+    assert operations.names[-2:] == ["add", "gather_items"]
+    assert len(calls_of(lambda: kv.store(0, rows, range(TOKENS)))) <= 5
+    assert len(calls_of(lambda: kv.store(0, rows[:5], tokens))) <= 9
+    assert len(calls_of(lambda: kv.load(0, lists, per_head=True, out=out))) <= 8
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -185,6 +233,8 @@ def test_rows_come_back_on_the_gpu(cuda, cache_bytes, memory):
     new = rows_of(5, seed=9, device=cuda)
     kv.store(0, new, torch.arange(5, device=cuda))
     assert_same_bits(kv.load(0, torch.arange(5)), new)
+    kv.store(0, new.transpose(0, 1).contiguous().transpose(0, 1), range(TOKENS - 5, TOKENS))
+    assert_same_bits(kv.load(0, range(TOKENS - 6, TOKENS)), torch.cat([rows[-6:-5], new]))
     kv.check()
 
 

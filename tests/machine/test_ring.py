@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counted import CountedOperations
 from helpers import assert_same_bits
 from ibp._machine import memory, staging
 from ibp._machine.staging import Ring, Turn
@@ -188,6 +189,43 @@ def test_layers_of_a_kv_cache(gpu, monkeypatch):
     layers.raws[0].check()
     assert layers.decoder.fetched_bytes == before + layers.raws[0].history.arena.used
     assert layers.decoder.device_bytes >= 2 * layers.raws[0].history.arena.used
+
+
+@pytest.mark.parametrize("place", ["device", "pinned"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_operations_of_a_fetch(gpu, monkeypatch, place, count):
+    """A fetch makes no tensors but the keys and values and views of them. Coded tokens are described to operations once
+    for each buffer, until tokens are added."""
+    layers, operations = Layers(gpu, monkeypatch, count, place), CountedOperations()
+    for raw in layers.raws:
+        raw.add(2)
+    for _ in range(2):
+        for raw in 2 * layers.raws:
+            raw.check()
+        with operations:
+            for raw in layers.raws:
+                raw.history.fetch(20).wait()
+        of_copies = ["slice", "copy_"] if place == "pinned" and count > 2 else []
+        in_parts = len(layers.raws[0].history.arena.parts())
+        of_a_layer = ["empty", "empty", *of_copies * in_parts, *["as_strided", "gather_items"] * 2]
+        assert operations.names == of_a_layer * count
+        operations.names.clear()
+        for raw in layers.raws:
+            raw.add(1)
+
+
+def test_descriptions_keep_no_memory(gpu, monkeypatch):
+    """Buffers that grow are freed, and descriptions of their memory are forgotten."""
+    layers = Layers(gpu, monkeypatch, 1)
+    raw = layers.raws[0]
+    for _ in range(4):
+        raw.add(3)
+        raw.check()
+        for turn in list(layers.decoder._ring._turns):
+            turn.memory = turn.memory.clone()
+            raw.history.stamp += 1000
+            raw.check()
+        assert all(len(span._tables) <= 2 for states in (raw.history.keys, raw.history.values) for span in states.spans)
 
 
 @pytest.mark.parametrize("place", ["device", "pinned"])

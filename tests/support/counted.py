@@ -5,10 +5,23 @@ import os
 import sys
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 
 _PACKAGE = os.path.dirname(ibp.__file__) + os.sep
+
+
+class CountedOperations(TorchDispatchMode):
+    """A mode that lists the names of the operations that torch dispatches inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 def calls_of(function):

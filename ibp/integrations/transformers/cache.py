@@ -152,7 +152,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             raise RuntimeError("a CompressedCache cannot be captured in a CUDA graph: its tensors grow")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = (torch.cat([old, new], dim=-2) for old, new in zip(self.raw, (key_states, value_states)))
+        keys, values = torch.cat((self.raw[0], key_states), dim=-2), torch.cat((self.raw[1], value_states), dim=-2)
         self.raw, self.last_query = (keys, values), key_states.shape[-2]
         history = self._coded()
         if history is not None:
@@ -164,7 +164,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         """If `fetch_ahead` has begun a fetch whose tensors have the present number of tokens, returns it. Otherwise
         begins a new fetch and returns that."""
         fetch, self._fetch = self._fetch, None
-        num_tokens = self.get_seq_length()
+        num_tokens = history.num_tokens + self._num_raw()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
         del fetch  # This must precede the next fetch. It makes the current stream wait for the decoding.
@@ -217,7 +217,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.store(wait=self.is_coding_much())
         history = self._coded()
         if history is not None:
-            self._fetch = history.fetch(self.get_seq_length() + new_tokens)
+            self._fetch = history.fetch(history.num_tokens + self._num_raw() + new_tokens)
 
     def prefetch(self) -> None:
         """Begins to decode the coded tokens for the next call of `update`, assuming that it adds one token."""
@@ -412,10 +412,11 @@ class CompressedCache(OfThisProcess, DynamicCache):
             # Fetch ahead for the layer that is used next; after the last layer, this is the first layer. Assume that it
             # gets the same number of new tokens as this layer. The exception is the first layer after the first tokens
             # (the prompt), which probably gets one token.
-            order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
-            index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
-            is_prompt = layer.last_query == layer.get_seq_length()
-            self.layers[index].fetch_ahead(1 if index <= layer_idx and is_prompt else layer.last_query)
+            index = (layer_idx + 1) % len(self.layers)
+            while not isinstance(self.layers[index], CompressedLayer):
+                index = (index + 1) % len(self.layers)
+            is_after_prompt = index <= layer_idx and layer.last_query == layer.get_seq_length()
+            self.layers[index].fetch_ahead(1 if is_after_prompt else layer.last_query)
         return keys, values
 
     def stats(self) -> CompressedCacheStats:
