@@ -528,7 +528,8 @@ class CachedStack:
 
     def fetch(self, rows: torch.Tensor) -> torch.Tensor:
         """Fetches the rows with the given numbers, which make up whole experts, on the current stream, and returns them
-        as a tensor of experts."""
+        as a tensor of experts. The fetch may keep all multiprocessors of a GPU busy, because later work of the current
+        stream waits for the experts in any case."""
         fetched, shape = self.cache.index_select(rows, in_order=True), self.like.shape[1:]
         return fetched.as_strided((rows.numel() // self.num_rows, *shape), self.like.stride())
 

@@ -240,8 +240,8 @@ class KVStore(OfThisProcess):
         self._rows_per_tensor = self.page_bytes // row_bytes
         rows_per_page = self._rows_per_tensor * self.num_tensors
         num_rows = None if num_pages is None else whole_number("num_pages", num_pages, 0) * rows_per_page
+        pool_bytes = None if pool_bytes is None else whole_number("pool_bytes", pool_bytes, 0)
         if num_rows is not None and pool_bytes is not None:
-            pool_bytes = whole_number("pool_bytes", pool_bytes, 0)
             usual_slot, overflow_per_row = _paged.sizes_within(pool_bytes, num_rows, row_bytes, spills)
         else:
             usual_slot, overflow_per_row = _paged.usual_sizes(sample, self.codebook)
@@ -249,7 +249,7 @@ class KVStore(OfThisProcess):
             if pool_bytes is None:
                 raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
             per_row = (slot_bytes or usual_slot) + (0 if spills else overflow_per_row)
-            num_rows = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page)) * rows_per_page
+            num_rows = int(pool_bytes / (per_row * rows_per_page)) * rows_per_page
         self.num_pages = num_rows // rows_per_page
         self._spills = spills
         self._rows_own_parts = spills and overflow_bytes is None

@@ -126,3 +126,11 @@ def test_a_test_of_each_function_runs_first():
     for most in (100, 3):
         tests = [test for batch, _ in mutate.batches(found, np.arange(10), ["c"], most) for test in batch]
         assert tests == [*names[:2], names[9], *names[2 : min(9, most)], "c"]
+
+
+def test_reasons_are_given_for_mistakes_of_the_sources():
+    """A row of a line that has changed or gone excuses nothing."""
+    known = mutate.reasons()
+    sources = {key[0] for key in known}
+    made = {mutate.key_of(mistake) for path in sources for mistake in mutations.mutations_of(mutate.ROOT, path)}
+    assert known.keys() - made == set()
