@@ -48,6 +48,7 @@ _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
 # Classes of tensors that have their values in memory of their own.
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
+
 # ---- blocks ----
 
 
