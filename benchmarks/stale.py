@@ -36,7 +36,7 @@ SOURCES = {
     "bits": _SAVINGS,
     "changes": (*_CACHING, "csrc/cuda/encode"),
     "checkpoints": ("ibp/checkpoints", "ibp/_files", "csrc/core", "csrc/x86"),
-    "dcp": ("ibp/integrations/dcp.py", "ibp/_files", "csrc/core", "csrc/x86"),
+    "dcp": ("ibp/integrations/dcp.py", "ibp/_files", "ibp/checkpoints", "csrc/core", "csrc/x86"),
     "choose": (*_KERNELS, "ibp/codecs"),
     "chunk_rates": _DECODING,
     "chunks": _SAVINGS,

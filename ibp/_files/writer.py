@@ -72,6 +72,9 @@ _BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at 
 _ENTRY_BYTES = 128  # Largest size in bytes of a tensor's entry in the header, without its name and its shape.
 _SIZE_BYTES = 21  # Largest size in bytes of one number of a shape in the header: 20 digits and a comma.
 _FIXED_BYTES = 1024  # Largest size in bytes of what every header has: format, release, and fields of the checksums.
+# Space in bytes that `header_room` reserves for the fields of a table without its name and its shape, for each
+# dimension of the shape, and for the fields and entries of a codebook.
+_FIELDS_BYTES, _DIMENSION_BYTES, _CODEBOOK_BYTES = 680, 32, 2048
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 # A function that appends the bytes of a contiguous array, a buffer, or a tensor on the CPU.
@@ -204,13 +207,13 @@ def _writer_of(
 ) -> FileWriter:
     """Returns the writer for a file that will hold these values, with enough space for the header. items: the values,
     by name. removed: names that will be passed to `add_removed`."""
-    tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
-    books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
-    room = header_room([*items, *removed], metadata, len({one for book in books for one in with_clusters(book)}))
+    tables = {name: value.table if isinstance(value, Delta) else value for name, value in items.items()}
+    shapes = {name: tuple(table.shape) for name, table in tables.items()} | dict.fromkeys(removed, ())
+    books = [table.codebook for table in tables.values() if isinstance(table, CompressedTensor)]
     return FileWriter(
         path,
         metadata=metadata,
-        header_bytes=room + 32 * sum(len(table.shape) for table in tables),
+        header_bytes=header_room(shapes, metadata, books),
         data_bytes=sum(map(_stored, items.values())),
         on_write=on_write,
     )
@@ -326,7 +329,7 @@ class FileWriter:
         """Adds the fields of a table to the metadata. The caller must also write the table's parts, `<name>:slots` and
         so on, with `part`, before or after this call. The number of the codebook in `fields` must be the one that
         `codebook` has returned."""
-        self._check_name(name, self._tables)
+        self.check_table(name)
         self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)
 
@@ -344,6 +347,10 @@ class FileWriter:
     def data_bytes(self) -> int:
         """Size in bytes of the data that were written so far, padding included."""
         return self._output.data_bytes if self._output is not None else 0
+
+    def check_table(self, name: str) -> None:
+        """Raises ValueError if a new table cannot have the name."""
+        self._check_name(name, self._tables)
 
     def _check_name(self, name: str, kind: set[str]) -> None:
         """Raises ValueError if a new table, or a new plain tensor, cannot have the name. kind: the set that the name
@@ -613,17 +620,25 @@ def _write_tensor(write: Write, tensor: torch.Tensor) -> None:
 # ---- sizes ----
 
 
-def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
-    """Returns a size in bytes that is enough for the header of any file of tables or tensors with these names.
+def header_room(
+    shapes: Mapping[str, Sequence[int]],
+    metadata: Mapping[str, str] | None = None,
+    codebooks: Iterable[AnyCodebook | None] | None = None,
+) -> int:
+    """Returns a size in bytes that is enough for the header of any file of these tables and tensors.
 
     Args:
-        names: the names of the tables and tensors, of at most 8 dimensions each.
+        shapes: the shapes of the tables and tensors, by name.
         metadata: the user's metadata.
-        num_codebooks: number of different codebooks of the tables. A codebook with clusters counts, and so does the
-            codebook of each of its clusters.
+        codebooks: the codebooks of the tables; None stands for a table or tensor that has no codebook. If this argument
+            is None, every table may have a codebook of its own, without clusters.
     """
-    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
-    room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
+    num_codebooks = len(shapes)
+    if codebooks is not None:
+        num_codebooks = len({one for book in codebooks for one in with_clusters(book)})
+    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + _CODEBOOK_BYTES * num_codebooks
+    for name, shape in shapes.items():
+        room += 5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + _FIELDS_BYTES + _DIMENSION_BYTES * len(shape)
     return rounded_up(room)
 
 

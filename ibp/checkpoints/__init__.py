@@ -8,6 +8,8 @@ Loaders of frameworks read such files with `open`, and write them with `Checkpoi
 
     with ibp.checkpoints.open("model.ibp.safetensors") as source:               # a file of any format
         tables = {name: tensor.table for name, tensor in source.tensors.items()}
+    with ibp.checkpoints.CheckpointWriter("state.safetensors", shapes) as writer:
+        stored = writer.compress(state)                                         # tensors of a program, by name
 
 A tensor passes through these forms, block by block:
 
@@ -19,9 +21,9 @@ range. It also reads and writes safetensors files; `_other_files.py` does so for
 `_inputs.py` opens paths of every kind; if the input and the output of a call are directories, a `Conversion` also finds
 the files of tensors, and copies the other files. `_outputs.py` plans the files of ibp, keeps the finished ones in a
 `Journal` if a call is interrupted, and makes the reports. `_coding.py` decides which codebook a tensor gets
-(`Codebooks`), and writes one file: it codes blocks on the CPU or a GPU. `_converting.py` has the functions `compress`,
-`decompress` and `estimate`, which put these parts together. Each module imports only modules that are named before it
-here.
+(`Codebooks`), and codes blocks on the CPU or a GPU. `_writing.py` writes one file: of a source that is converted, or of
+tensors that a program gives to `CheckpointWriter`. `_converting.py` has the functions `compress`, `decompress` and
+`estimate`, which put these parts together. Each module imports only modules that are named before it here.
 """
 
 from .._common.process import published
@@ -29,7 +31,8 @@ from .._files import coded_name
 from ._converting import compress, decompress, estimate
 from ._inputs import open_source as open
 from ._outputs import CheckpointEstimate, CheckpointReport, TensorEstimate, TensorReport
-from ._source import CheckpointWriter, Source, SourceFormatError, SourceTensor, is_coded
+from ._source import Source, SourceFormatError, SourceTensor, is_coded
+from ._writing import CheckpointWriter
 
 __all__ = [
     "CheckpointEstimate",

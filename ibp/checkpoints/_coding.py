@@ -1,12 +1,14 @@
-"""Codes the tensors of a checkpoint, and writes them to a file of ibp. Tensors may be larger than the memory: they pass
-block by block through a chain of generators, which `write_file` puts together.
+"""Codes the tensors of a checkpoint. Tensors may be larger than the memory: they pass block by block through a chain of
+generators, which `write_file` of `_writing.py` puts together.
 
-    SourceTensor -> `blocks_of` -> `Block` -> `coded_on_cpu` or `CudaCoder` -> `Block` -> `_written_to` -> file
+    SourceTensor -> `blocks_of` -> `Block` -> `coded_on_cpu` or `CudaCoder` -> `Block` -> `write_blocks` -> file
 
 Before that, `Codebooks` decides which tensors are coded, and with which codebooks. Tensors of the same kind share a
 codebook: their names differ only in numbers, and their shapes and dtypes are equal. The codebook is learned from rows
 of up to 8 of these tensors. A coder reads and codes several blocks at the same time, and yields them in order, while
 another thread writes earlier blocks.
+
+`coded_on_its_gpu` is for tensors that are on a GPU already. A `WeightCompressor` finds their codebooks.
 """
 
 from __future__ import annotations
@@ -17,28 +19,25 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.sequences import ahead, in_threads
-from .._files import FileWriter, TableFields, dtype_name
+from .._common.sequences import in_threads
 from .._machine import memory, staging
 from .._machine.staging import Turn
 from .._rows import geometry as _rows
 from .._rows.clusters import check_clusters
 from .._rows.codebook import AnyCodebook, surveyed
 from .._rows.estimation import expected_savings
-from .._rows.geometry import as_tensor
+from .._rows.geometry import as_tensor, bytes_of
 from .._rows.handle import Handle, Parts
 from .._rows.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, Options, Request, checked, kind_of, learn
-from ..deltas._coding import finished
-from ._outputs import TensorReport, header_bytes
-from ._source import Source, SourceTensor
+from .._tables.weights import WeightCompressor
+from ._source import SourceTensor
 
 # Each item of an array becomes a row if items have at least this size in bytes. For shorter rows, the index would take
 # about as many bytes as coding saves.
@@ -58,7 +57,6 @@ _HASHED_BYTES = 1 << 20
 # Size in bytes of a block, by the device that codes it. On the CPU, Python takes more of the time with smaller blocks,
 # and larger ones do not fit in a core's caches. The copy engines of a GPU reach their full rate at 4 MiB.
 _BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
-_AHEAD = 2  # number of blocks that have been coded, and that wait to be written
 _CPU = torch.device("cpu")
 
 
@@ -255,7 +253,9 @@ class Block:
     # The stored form, which a coder sets.
     data: np.ndarray = field(init=False)  # uint8, valid until `release` is called
     lengths: np.ndarray = field(init=False)  # one for each row (FORMAT.md section 2); not set without a codebook
-    words: int = 0  # the contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook
+    # The contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook. None: the file
+    # does not get the fingerprint.
+    words: int | None = 0
     release: Callable[[], object] = lambda: None  # lets another block use the memory of `data`; any thread may call it
     # What `CudaCoder` needs while it codes the block.
     read: Future[np.ndarray] = field(init=False)  # the block's original bytes, which a thread reads
@@ -271,9 +271,10 @@ def coder_on(device: torch.device, jobs: int) -> Coder:
     return CudaCoder(device, jobs).coded if device.type == "cuda" else functools.partial(coded_on_cpu, jobs=jobs)
 
 
-def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
-    """Yields the blocks of a tensor. Each block except the last one has block_bytes bytes, rounded down to whole groups
-    of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
+def blocks_of(tensor: SourceTensor, books: Codebooks) -> Iterator[Block]:
+    """Yields the blocks of a tensor. Each block except the last one has the size for the device of `books`, rounded
+    down to whole groups of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
+    codebook, block_bytes = books.of(tensor), _BLOCK_BYTES[books.device.type]
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
     for start, end in tensor.spans(max(1, block_bytes // group) * group):
         yield Block(tensor, start, end, codebook)
@@ -282,16 +283,16 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
 # ---- coding on the CPU ----
 
 
-def coded_on_cpu(blocks: Iterable[Block], jobs: int) -> Generator[Block, None, None]:
+def coded_on_cpu(blocks: Iterable[Block], jobs: int, content: bool = True) -> Generator[Block, None, None]:
     """Sets the stored forms of blocks, and yields the blocks in order. Each of `jobs` threads reads, codes and
-    fingerprints one block at a time."""
+    fingerprints one block at a time. content: whether the file gets the fingerprints of tensors."""
     free: deque[torch.Tensor] = deque()
-    yield from in_threads(lambda block: _coded(block, free), blocks, jobs)
+    yield from in_threads(lambda block: _coded(block, free, content), blocks, jobs)
 
 
-def _coded(block: Block, free: deque[torch.Tensor]) -> Block:
+def _coded(block: Block, free: deque[torch.Tensor], content: bool) -> Block:
     """Reads a block, and codes it if it has a codebook. Returns the block. free: buffers for coded bytes. Takes one of
-    them if there is one; the block gives its buffer back when it is released."""
+    them if there is one; the block gives its buffer back when it is released. content: as in `coded_on_cpu`."""
     block.data = data = block.tensor.read(block.start, block.end)
     if block.codebook is None:
         return block
@@ -306,16 +307,37 @@ def _coded(block: Block, free: deque[torch.Tensor]) -> Block:
     rows, words = as_tensor(data), block.codebook.words(_CPU)
     index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
     Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed, to `buffer`
-    for at in range(0, size, _HASHED_BYTES):
+    for at in range(0, size, _HASHED_BYTES) if content else ():
         part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
         torch.ops.ibp.sum_words.default(part, number, counts[1:])
-    stored, block.words = counts.tolist()
+    stored, words = counts.tolist()
+    block.words = words if content else None
     block.data, block.lengths = buffer[:stored].numpy(), lengths.numpy()
     block.release = lambda: free.append(buffer)
     return block
 
 
 # ---- coding on a GPU ----
+
+
+def coded_on_its_gpu(tensor: SourceTensor, x: torch.Tensor, compressor: WeightCompressor) -> Block:
+    """Codes a tensor on its GPU, after the work that is queued on the current stream of that GPU. Returns one block
+    with the whole tensor. The block's stored form is in host memory, and has no fingerprint.
+
+    Args:
+        tensor: the tensor, whose `read` is not called.
+        x: the same tensor, without a gradient.
+        compressor: finds the codebooks. It makes tables in host memory.
+    """
+    table = compressor.compress(tensor.name, x, device=x.device) if compressor.takes(x) else None
+    block = Block(tensor, 0, tensor.num_bytes, None if table is None else table.codebook, words=None)
+    if table is None:
+        block.data = bytes_of(x.cpu()).numpy()
+    elif table.codebook is None:
+        block.data = table.slots.numpy()
+    else:
+        block.data, block.lengths = table.overflow.numpy(), table.lengths.numpy()
+    return block
 
 
 class _Slot(NamedTuple):
@@ -453,94 +475,3 @@ class CudaCoder:
             block.data = slot.coded.host[:stored].numpy()
             block.release = lambda: self._free.append(slot)
         return block
-
-
-# ---- writing ----
-
-
-def write_file(
-    path: Path,
-    shard: Source,
-    books: Codebooks,
-    coder: Coder,
-    jobs: int,
-    on_bytes: Callable[[int], object],
-    *,
-    like: Iterable[str],
-    replace: bool,
-) -> dict[str, Any]:
-    """Writes a file of ibp. Returns the fields of its record (see `Journal.write_record`).
-
-    Args:
-        path: the path to which the file is written.
-        shard: the tensors and the metadata of the file; `shard.path` is its path within the directory of the output.
-        books: the codebooks of the tensors.
-        coder: the coder of the device of `books`.
-        jobs: the number of threads that learn codebooks.
-        on_bytes: called after each block that is written, with its number of bytes before coding.
-        like, replace: as in `FileWriter`.
-
-    Raises:
-        BlockingIOError: another call is writing the same file.
-    """
-    tensors, block_bytes = list(shard.tensors.values()), _BLOCK_BYTES[books.device.type]
-    books.prepare(tensors, jobs)
-    room = header_bytes(tensors, shard.metadata, filter(None, map(books.of, tensors)))
-    reports: list[TensorReport] = []
-    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
-        blocks = (block for tensor in tensors for block in blocks_of(tensor, books.of(tensor), block_bytes))
-        with (
-            contextlib.closing(_written_to(writer, shard.path, reports)) as writing,
-            contextlib.closing(coder(blocks)) as coded,
-            ThreadPoolExecutor(1, "ibp-writer") as thread,
-            contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
-        ):
-            next(writing)
-            for num_bytes in written:
-                on_bytes(num_bytes)
-        fields = {"names": writer.names, "data_bytes": writer.data_bytes}
-    return {**fields, "tensors": [report.as_dict() for report in reports]}
-
-
-def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, Block, None]:
-    """Receives coded blocks by `send` and writes them: all blocks of a tensor in order, then those of the next tensor.
-    When a block has been written and its memory released, yields the number of bytes that the block had before coding.
-
-    After the last block of a coded tensor, it writes the lengths of the tensor's rows, the bases if any row has stored
-    bytes, and the fields of the table. Then it appends the report of the tensor to `reports`. file: the file's path
-    within the directory of the output.
-    """
-    num_bytes = 0
-    while True:
-        block = yield num_bytes
-        tensor, codebook = block.tensor, block.codebook
-        if codebook is None:
-            place = writer.plain(tensor.name, *tensor.header_entry())
-        else:
-            writer.codebook(codebook)
-            place = writer.part(f"{tensor.name}:overflow", "U8")
-        start, total, of_blocks = writer.data_bytes, 0, list[np.ndarray]()
-        with place as write:
-            while True:
-                write(block.data)
-                block.release()
-                total, num_bytes = total + block.words, block.end - block.start
-                if codebook is not None:
-                    of_blocks.append(block.lengths)
-                if block.end == tensor.num_bytes:
-                    break
-                block = yield num_bytes
-        scheme, stored = None, tensor.num_bytes
-        if codebook is not None:
-            lengths = torch.from_numpy(np.concatenate(of_blocks))
-            with writer.part(f"{tensor.name}:lengths", "U16") as write:
-                write(lengths)
-            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
-            if index[-1]:
-                with writer.part(f"{tensor.name}:bases", "U64") as write:
-                    write(index[:-1])
-            form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
-            content = finished(total, tensor.num_bytes)
-            writer.table(tensor.name, TableFields(*form, codebook=writer.codebook(codebook), content=content))
-            scheme, stored = codebook.scheme, writer.data_bytes - start
-        reports.append(TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file))

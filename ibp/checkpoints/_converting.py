@@ -3,7 +3,7 @@ from samples of its rows, `compress` compresses checkpoints, and `decompress` wr
 checkpoints to ordinary files.
 
 Both directions work block by block, so tensors may be larger than the memory. `compress` plans the files, and
-`write_file` of `_coding.py` writes each of them. `decompress` passes the blocks of each tensor to the function that
+`write_file` of `_writing.py` writes each of them. `decompress` passes the blocks of each tensor to the function that
 writes its format.
 """
 
@@ -47,7 +47,7 @@ from .._files import (
 )
 from .._files import open as open_file
 from .._rows.learning import Options
-from ._coding import Codebooks, checked_options, coder_on, rows_of, savings_of, write_file
+from ._coding import Codebooks, checked_options, coder_on, rows_of, savings_of
 from ._inputs import (
     FORMATS,
     conversion_of,
@@ -73,6 +73,7 @@ from ._outputs import (
     work_directory,
 )
 from ._source import BLOCK_BYTES, Source, SourceTensor, source_of
+from ._writing import write_file
 
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
 _MOST_DECODERS = 4  # number of threads that decode for one thread that writes

@@ -19,7 +19,7 @@ import shutil
 import stat
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,10 @@ from .._files import (
     rounded_up,
     write_index,
 )
-from .._rows.clusters import with_clusters
 from .._rows.codebook import AnyCodebook
 from .._rows.learning import Options
 from ._inputs import Conversion, directory_of
-from ._source import Source, SourceTensor
+from ._source import Source
 
 CODED_WEIGHTS = coded_name(WEIGHTS)  # the name of the file of ibp in an output that is a directory
 SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding, of the tensors in a file
@@ -138,16 +137,6 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
     return shards
 
 
-def header_bytes(
-    tensors: Collection[SourceTensor], metadata: Mapping[str, str], codebooks: Iterable[AnyCodebook]
-) -> int:
-    """Returns a size in bytes that is enough for the header of a file of ibp. codebooks: the codebooks of its
-    tensors."""
-    num_codebooks = len({one for book in codebooks for one in with_clusters(book)})
-    room = header_room([tensor.name for tensor in tensors], metadata, num_codebooks)
-    return rounded_up(room + sum(64 * len(tensor.shape) for tensor in tensors))
-
-
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
     """Returns the total size in bytes of the files that `compress` writes for a source, with headers, codebooks and
     checksums. stored: size in bytes of each tensor in its file, by name. codebooks: the codebook of each tensor, by
@@ -157,7 +146,8 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
         books = {book for name in shard.tensors if (book := codebooks[name]) is not None}
         data = sum(rounded_up(stored[name]) for name in shard.tensors)
         data += sum(rounded_up(part) for part in codebook_bytes(books))
-        total += header_bytes(shard.tensors.values(), shard.metadata, books) + data + checksum_bytes(data)
+        shapes = {name: tensor.shape for name, tensor in shard.tensors.items()}
+        total += header_room(shapes, shard.metadata, books) + data + checksum_bytes(data)
     return total
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,13 @@ from torch.futures import Future
 
 import ibp
 
-from ..adapters import WeightCompressor
-
 __all__ = ["Reader", "Writer"]
 
 # In DCP's metadata, this transform descriptor marks tensors that are in a file of ibp. torch's own FileSystemReader
 # finds no extension with this name, and raises a ValueError that contains the name.
 _DESCRIPTOR = "ibp.integrations.dcp/1"
 _SUFFIX = ".ibp.safetensors"
+_JOBS = 4  # largest number of threads that compress; a few threads compress faster than a file is written
 
 
 class Writer(FileSystemWriter):
@@ -55,7 +54,8 @@ class Writer(FileSystemWriter):
     Loaded tensors have the same bits as saved ones. Tensors that would not get smaller, or have less than 4 KiB, are
     stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
     as torch stores them. Tensors of the same kind, such as the same weight in all layers, share a codebook. A tensor on
-    a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU.
+    a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU, by up to 4 threads, but no more
+    than torch uses.
 
     Every save writes files with new names. A file appears under its name only when it is complete. So an earlier
     checkpoint in the same directory stays complete until the new metadata replace the old metadata. Then the old files
@@ -98,18 +98,29 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The name differs in every save, so that no file of an earlier checkpoint is overwritten.
         prefix = f"{plan.storage_data.prefix}{uuid.uuid4().hex}_"
-        coded: list[WriteItem] = []
+        tensors: dict[str, torch.Tensor] = {}
+        indices: dict[str, MetadataIndex] = {}
         others: list[WriteItem] = []
-        takes = ibp.checkpoints.CheckpointWriter.takes
         for item in plan.items:
-            is_coded = item.type != WriteItemType.BYTE_IO and takes(item.index.fqn, _tensor_of(item, planner))
-            (coded if is_coded else others).append(item)
+            if item.type != WriteItemType.BYTE_IO:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                if ibp.checkpoints.CheckpointWriter.takes(item.index.fqn, tensor):
+                    name = _name_of(item.index)
+                    tensors[name], indices[name] = tensor, item.index
+                    continue
+            others.append(item)
         results: list[WriteResult] = []
         if others:
             storage = dataclasses.replace(plan.storage_data, prefix=prefix)
             results += super().write_data(dataclasses.replace(plan, items=others, storage_data=storage), planner).wait()
-        if coded:
-            results += _write_tensors(Path(self.path) / f"{prefix}tensors{_SUFFIX}", coded, planner)
+        if tensors:
+            path = Path(self.path) / f"{prefix}tensors{_SUFFIX}"
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            with ibp.checkpoints.CheckpointWriter(path, shapes) as writer:
+                stored = writer.compress(tensors, jobs=min(_JOBS, torch.get_num_threads()))
+            places = {name: _StorageInfo(path.name, 0, stored[name], [_DESCRIPTOR]) for name in tensors}
+            results += [WriteResult(index, stored[name], places[name]) for name, index in indices.items()]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -226,42 +237,6 @@ def _name_of(index: MetadataIndex) -> str:
     offset is 0 in all dimensions."""
     offset = list(index.offset or ())
     return f"{index.fqn}{offset}" if any(offset) else index.fqn
-
-
-# ---- writing ----
-
-
-def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
-
-
-def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Writes tensors to a file. While a thread writes a tensor, the next tensor is compressed."""
-    shapes = {_name_of(item.index): item.tensor_data.size if item.tensor_data else () for item in items}
-    compressor = WeightCompressor({"memory": "host"})
-
-    def compressed() -> Iterator[tuple[str, ibp.CompressedTensor | torch.Tensor]]:
-        # This runs in the caller's thread, because work that fills a tensor on a GPU may still be queued on this
-        # thread's current stream. A tensor in host memory is compressed there, because the GPU may be busy training.
-        for item in items:
-            tensor = _tensor_of(item, planner).detach()
-            if compressor.takes(tensor):
-                table = compressor.compress(item.index.fqn, tensor, device=tensor.device)
-                yield _name_of(item.index), tensor.cpu() if table.scheme == "raw" else table
-            else:
-                yield _name_of(item.index), tensor.cpu()
-
-    with ibp.checkpoints.CheckpointWriter(path, shapes) as writer:
-        stored = writer.write_all(compressed())
-    return [
-        WriteResult(item.index, stored[name], _StorageInfo(path.name, 0, stored[name], [_DESCRIPTOR]))
-        for item, name in zip(items, shapes)
-    ]
-
-
-# ---- reading ----
 
 
 def _part(value: ibp.CompressedTensor | torch.Tensor, item: ReadItem, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import ibp
 from ibp._cli.main import main
 from ibp._files import read_header
 from ibp._files.reader import Checks
-from ibp.checkpoints import _coding, _converting
+from ibp.checkpoints import _converting, _writing
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 1024  # of a weight's rows and columns, so that each weight has blocks of its own
@@ -183,8 +183,8 @@ def flip(monkeypatch):
 
 def mix_up(monkeypatch):
     """Makes tables have other fingerprints than their tensors."""
-    finished = _coding.finished
-    monkeypatch.setattr(_coding, "finished", lambda *arguments: finished(*arguments) ^ 1)
+    finished = _writing.finished
+    monkeypatch.setattr(_writing, "finished", lambda *arguments: finished(*arguments) ^ 1)
 
 
 @pytest.mark.parametrize(

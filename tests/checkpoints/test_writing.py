@@ -1,5 +1,6 @@
 """ibp.checkpoints.open, CheckpointWriter and is_coded: what loaders of frameworks read and write files with."""
 
+import errno
 import os
 import threading
 
@@ -7,8 +8,14 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits
+from helpers import assert_same_bits, embedding
+from ibp._files import FileWriter
+from ibp._rows.handle import Handle
+from ibp.adapters import WeightCompressor
 from ibp.checkpoints import CheckpointWriter, coded_name, is_coded
+from ibp.checkpoints._coding import coded_on_its_gpu
+from ibp.checkpoints._source import loaded_tensor
+from ibp.checkpoints._writing import write_blocks
 
 PLAIN = {"layer.weight": torch.randn(1000, 256).bfloat16(), "bias": torch.randn(5), "scalar": torch.tensor(2)}
 SHAPES = {name: tensor.shape for name, tensor in PLAIN.items()}
@@ -22,9 +29,7 @@ def values():
 def test_what_is_written_is_read(tmp_path, together):
     path = tmp_path / "made.ibp.safetensors"
     with CheckpointWriter(path, SHAPES, metadata={"step": "3"}) as writer:
-        sizes = (
-            writer.write_all(values()) if together else {name: writer.write(name, value) for name, value in values()}
-        )
+        sizes = writer.compress(PLAIN) if together else {name: writer.write(name, value) for name, value in values()}
         assert not path.exists()
     assert list(sizes) == list(PLAIN) and 0 < sizes["layer.weight"] < PLAIN["layer.weight"].nbytes
     file = ibp.open(path, memory="host")
@@ -42,24 +47,6 @@ def test_what_is_written_is_read(tmp_path, together):
             assert_same_bits(file.get_tensor(name), tensor)
 
 
-def test_the_calling_thread_makes_what_another_one_writes(tmp_path, monkeypatch):
-    makers, writers, write = set(), set(), CheckpointWriter.write
-
-    def watched(self, name, value):
-        writers.add(threading.get_ident())
-        return write(self, name, value)
-
-    def made():
-        for pair in values():
-            makers.add(threading.get_ident())
-            yield pair
-
-    monkeypatch.setattr(CheckpointWriter, "write", watched)
-    with CheckpointWriter(tmp_path / "x.safetensors", SHAPES) as writer:
-        writer.write_all(made())
-    assert makers == {threading.get_ident()} and len(writers) == 1 and writers.isdisjoint(makers)
-
-
 def test_an_error_leaves_the_earlier_file(tmp_path):
     path = tmp_path / "x.safetensors"
     ibp.save(path, {"old": torch.ones(3)})
@@ -67,21 +54,14 @@ def test_an_error_leaves_the_earlier_file(tmp_path):
         with CheckpointWriter(path, SHAPES) as writer:
             writer.write(*values()[0])
             raise KeyError("no more")
-
-    def failing():
-        yield values()[0]
-        raise KeyError("none")
-
-    with pytest.raises(KeyError, match="none"):
-        with CheckpointWriter(path, SHAPES) as writer:
-            writer.write_all(failing())
     assert list(ibp.open(path)) == ["old"] and os.listdir(tmp_path) == ["x.safetensors"]
 
 
 def test_a_file_that_is_not_open(tmp_path):
     writer = CheckpointWriter(tmp_path / "x.safetensors", {"a": [3]})
-    with pytest.raises(ValueError, match="the file is not open; wanted `with ibp.checkpoints.CheckpointWriter"):
-        writer.write("a", torch.ones(3))
+    for call in (lambda: writer.write("a", torch.ones(3)), lambda: writer.compress({"a": torch.ones(3)})):
+        with pytest.raises(ValueError, match="the file is not open; wanted `with ibp.checkpoints.CheckpointWriter"):
+            call()
     with writer:
         writer.write("a", torch.ones(3))
         writer.close()
@@ -108,7 +88,7 @@ def test_the_header_has_room_for_many_dimensions(tmp_path):
     tensors = {f"{'name' * 50}{number}": torch.ones([1] * 60) for number in range(30)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     with CheckpointWriter(tmp_path / "x.safetensors", shapes) as writer:
-        writer.write_all(tensors.items())
+        writer.compress(tensors)
     assert ibp.open(tmp_path / "x.safetensors").keys() == tensors.keys()
 
 
@@ -119,6 +99,219 @@ def test_what_a_file_takes():
         assert not takes(name, x)
     of_subclass, of_dtype = x.as_subclass(type("Of", (torch.Tensor,), {})), torch.ones(3, dtype=torch.complex32)
     assert not any(takes("a", other) for other in (x.to_sparse(), x.to("meta"), of_subclass, of_dtype))
+
+
+# ---- tensors that are compressed and written ----
+
+ROWS = 5000  # of 2 KiB: two whole blocks on the CPU, and a part
+
+
+def tensors_of_every_form():
+    """Tensors, by name, that differ in size, strides, dtype and class."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{k}.weight": embedding(ROWS, 1024, torch.bfloat16, seed=k) for k in range(3)}
+    parts = torch.randn(2, 300, 500, generator=generator)
+    return {
+        **tensors,
+        "transposed": embedding(1024, ROWS, torch.bfloat16, seed=3).t(),
+        "random": torch.randint(256, (9 << 20,), dtype=torch.uint8, generator=generator),
+        "of zeros": torch.zeros(ROWS, 1024),
+        "odd": embedding(ROWS, 1025)[:, 1:].flatten()[:-3],
+        "every second row": embedding(2000, 64)[::2],
+        "expanded": torch.arange(2000).expand(7, 2000),
+        "conjugated": torch.complex(*parts).conj(),
+        "negated": torch.complex(*parts).conj().imag,
+        "parameter": torch.nn.Parameter(embedding(512, 96)),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "empty and conjugated": torch.empty(0, 4, dtype=torch.complex64).conj(),
+        "small": torch.ones(3),
+        "at[1, 0]": embedding(512, 96),  # the name of a part of a tensor
+    }
+
+
+def write_compressed(path, tensors, **options):
+    with CheckpointWriter(path, {name: tensor.shape for name, tensor in tensors.items()}) as writer:
+        return writer.compress(tensors, **options)
+
+
+def assert_holds(path, tensors):
+    """Compares a file with the tensors that were written to it. Returns the file."""
+    file = ibp.open(path, memory="host")
+    file.verify()
+    assert list(file) == list(tensors)
+    for name, tensor in tensors.items():
+        assert_same_bits(file.get_tensor(name), tensor.detach().cpu().resolve_conj().resolve_neg())
+    return file
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_tensors_in_host_memory(tmp_path, monkeypatch, jobs):
+    """Each thread codes a whole block alone. The caller's thread codes if it is the only one, and never writes."""
+    coders, encode, writers, part = [], Handle.encode, set(), FileWriter.part
+
+    def watched(self, *arguments, **options):
+        coders.append(threading.current_thread())
+        return encode(self, *arguments, **options)
+
+    def watched_part(self, *arguments):
+        writers.add(threading.current_thread())
+        return part(self, *arguments)
+
+    monkeypatch.setattr(Handle, "encode", watched)
+    monkeypatch.setattr(FileWriter, "part", watched_part)
+    tensors = tensors_of_every_form()
+    sizes = write_compressed(tmp_path / "x.safetensors", tensors, jobs=jobs)
+    if jobs == 1:
+        assert set(coders) == {threading.current_thread()}
+    else:
+        assert len(set(coders)) <= jobs and threading.current_thread() not in coders
+    assert len(writers) == 1 and writers.isdisjoint({threading.current_thread(), *coders})
+    file = assert_holds(tmp_path / "x.safetensors", tensors)
+    plain = {"random", "scalar", "empty", "empty and conjugated", "small"}
+    assert set(file.tables) == tensors.keys() - plain
+    assert len({id(file[f"layers.{k}.weight"].codebook) for k in range(3)}) == 1
+    assert sizes == {name: file.info(name).stored_bytes for name in tensors}
+    assert all(file.fields(name).content is None for name in file.tables)  # To compute it takes a pass of its own.
+
+
+def test_several_calls(tmp_path):
+    """`write` and `compress` may follow each other. Equal codebooks are stored once."""
+    tensors = {name: embedding(512, 96, seed=7) for name in ("a", "b", "c")}
+    with CheckpointWriter(tmp_path / "x.safetensors", {name: (512, 96) for name in tensors}) as writer:
+        writer.compress({"a": tensors["a"]})
+        writer.write("b", tensors["b"])
+        writer.compress({"c": tensors["c"]}, jobs=1)
+        assert writer.compress({}) == {}
+        for name, message in (("b", "there are two tensors 'b' in a file"), ("ibp.checks", "'ibp.checks' is reserved")):
+            with pytest.raises(ValueError, match=message):
+                writer.compress({"d": tensors["a"], name: tensors["b"]})  # writes nothing
+    file = assert_holds(tmp_path / "x.safetensors", tensors)
+    assert file["a"].codebook is file["c"].codebook
+
+
+def test_tensors_that_are_refused(tmp_path):
+    x = torch.ones(3)
+    of_subclass = x.as_subclass(type("Of", (torch.Tensor,), {}))
+    with CheckpointWriter(tmp_path / "x.safetensors", {"a": [3]}) as writer:
+        for value, error, message in (
+            ([1.0], TypeError, "'a' is a list; wanted a torch.Tensor"),
+            (x.to_sparse(), TypeError, "'a' is a torch.sparse_coo tensor on cpu; wanted a dense tensor"),
+            (x.to("meta"), TypeError, "'a' is a torch.strided tensor on meta; wanted a dense tensor"),
+            (of_subclass, TypeError, "'a' is a Of; wanted a torch.Tensor or torch.nn.Parameter"),
+            (x.to(torch.complex32), ValueError, "'a' has torch.complex32, which safetensors lacks"),
+        ):
+            with pytest.raises(error, match=message):
+                writer.compress({"first": x, "a": value})
+        for jobs in (0, 1025):
+            with pytest.raises(ValueError, match="jobs is"):
+                writer.compress({"a": x}, jobs=jobs)
+        writer.compress({"a": x})  # Nothing was written before.
+    assert_holds(tmp_path / "x.safetensors", {"a": x})
+
+
+def fill_the_disk(monkeypatch):
+    pwrite, left = os.pwrite, [3]
+
+    def full(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+
+def break_off(monkeypatch):
+    encode, left = Handle.encode, [4]
+
+    def interrupted(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return encode(*arguments)
+
+    monkeypatch.setattr(Handle, "encode", interrupted)
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize(
+    "fault, error, message",
+    [
+        (fill_the_disk, OSError, r"No space left on device: wanted room for at least"),
+        (break_off, KeyboardInterrupt, "^$"),
+    ],
+)
+def test_faults_while_tensors_are_compressed(tmp_path, monkeypatch, fault, error, message, jobs):
+    """The earlier file stays, the temporary one goes, and no thread is left."""
+    path, before = tmp_path / "x.safetensors", threading.active_count()
+    ibp.save(path, {"old": torch.ones(3)})
+    fault(monkeypatch)
+    with pytest.raises(error, match=message):
+        write_compressed(path, tensors_of_every_form(), jobs=jobs)
+    assert threading.active_count() == before
+    assert list(ibp.open(path)) == ["old"] and os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def write_as_on_a_gpu(path, tensors):
+    """Writes tensors as those on a GPU are written, wherever they are."""
+    compressor = WeightCompressor({"memory": "host"})
+    with FileWriter(path) as writer:
+        sources = {loaded_tensor(name, tensor, path): tensor.detach() for name, tensor in tensors.items()}
+        write_blocks(writer, path.name, (coded_on_its_gpu(one, x, compressor) for one, x in sources.items()))
+
+
+def test_the_code_for_gpus_on_a_cpu(tmp_path):
+    tensors = tensors_of_every_form()
+    write_as_on_a_gpu(tmp_path / "x.safetensors", tensors)
+    file = assert_holds(tmp_path / "x.safetensors", tensors)
+    assert set(file.tables) == tensors.keys() - {"random", "scalar", "empty", "empty and conjugated", "small"}
+    assert all(file.fields(name).content is None for name in file.tables)
+
+
+def test_tensors_on_a_gpu(cuda, tmp_path):
+    """Work that is queued on the current stream, which is not the default one, fills the tensors. Every third tensor is
+    in host memory."""
+    tensors = tensors_of_every_form()
+    on_gpu = {name: tensor.detach().to(cuda) for name, tensor in tensors.items()}
+    mixed = {}
+    with torch.cuda.stream(torch.cuda.Stream(cuda)):
+        torch.cuda.current_stream(cuda).wait_stream(torch.cuda.default_stream(cuda))
+        targets = {name: torch.zeros_like(tensor) for name, tensor in on_gpu.items()}
+        torch.cuda.current_stream(cuda).synchronize()
+        torch.cuda._sleep(200_000_000)  # The copies below are still to run when the call begins.
+        for number, (name, tensor) in enumerate(tensors.items()):
+            targets[name].copy_(on_gpu[name])
+            mixed[name] = tensor if number % 3 == 2 else targets[name]
+        sizes = write_compressed(tmp_path / "x.safetensors", mixed, jobs=3)
+        for target in targets.values():
+            target.zero_()  # The call has read all tensors.
+    file = assert_holds(tmp_path / "x.safetensors", tensors)
+    assert sizes.keys() == tensors.keys()
+    assert set(file.tables) == tensors.keys() - {"random", "scalar", "empty", "empty and conjugated", "small"}
+    again = ibp.load(tmp_path / "x.safetensors", device=cuda)
+    for name in file.tables:
+        assert_same_bits(again[name].decompress(device=cuda).cpu(), file.get_tensor(name))
+
+
+def test_a_gpu_writes_what_the_cpu_reads_of_views(cuda, tmp_path):
+    """Views on the GPU itself: transposed, with steps, expanded, conjugated and negated."""
+    base = torch.randn(600, 500, generator=torch.Generator().manual_seed(0)).to(cuda)
+    pairs = torch.complex(base, base + 1)
+    views = {
+        "transposed": base.t(),
+        "steps": base[::2, ::3],
+        "expanded": base[0].expand(40, 500),
+        "conjugated": pairs.conj(),
+        "negated": pairs.conj().imag,
+        "scalar": base[3, 4],
+        "parameter": torch.nn.Parameter(base.bfloat16()),
+    }
+    write_compressed(tmp_path / "x.safetensors", views)
+    assert_holds(tmp_path / "x.safetensors", views)
+
+
+# ---- other functions ----
 
 
 def test_files_of_ibp(tmp_path):

@@ -509,7 +509,7 @@ def test_what_a_writer_refuses(tmp_path, table):
 def test_a_writer_that_is_fed_in_pieces(tmp_path):
     data = torch.randint(0, 256, (9_500_001,), dtype=torch.uint8)  # more than a thread reads at once
     written = []
-    with FileWriter(tmp_path / "x", header_bytes=header_room(["a"]), on_write=written.append) as file:
+    with FileWriter(tmp_path / "x", header_bytes=header_room({"a": data.shape}), on_write=written.append) as file:
         with file.plain("a", "U8", tuple(data.shape)) as write:
             start = 0
             for size in (1, 999_999, 1 << 20, 5, 1_200_000, 10**7):

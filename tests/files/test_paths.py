@@ -64,7 +64,7 @@ def read_source(path):
 
 def write_tensors(path):
     with ibp.checkpoints.CheckpointWriter(path, {name: tensor.shape for name, tensor in TENSORS.items()}) as writer:
-        writer.write_all(TENSORS.items())
+        writer.compress(TENSORS)
 
 
 READS = {

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import threading
 import warnings
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import ibp
 from helpers import assert_same_bits, embedding
+from ibp._rows.handle import Handle
 from ibp.integrations.dcp import Reader, Writer
 from ranks import Ranks
 
@@ -89,6 +91,44 @@ def tensors_of(directory):
 def test_all_kinds(tmp_path):
     save(tmp_path, states())
     assert_loaded(tmp_path, states())
+
+
+@pytest.fixture
+def num_threads(request):
+    """Sets the number of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
+def test_tensors_of_several_blocks(tmp_path, monkeypatch, num_threads):
+    """Each thread codes a whole block alone. The caller's thread codes only if torch has no other."""
+    coders, encode = [], Handle.encode
+
+    def watched(self, *arguments, **options):
+        coders.append(threading.current_thread())
+        return encode(self, *arguments, **options)
+
+    monkeypatch.setattr(Handle, "encode", watched)
+    rows = 5000  # of 2 KiB: two whole blocks, and a part
+    state = {f"layers.{k}.weight": embedding(rows, 1024, BF16, seed=k) for k in range(3)}
+    state["transposed"] = embedding(1024, rows, BF16, seed=3).t()
+    state["random"] = torch.randint(256, (9 << 20,), dtype=torch.uint8)
+    state["of zeros"] = torch.zeros(rows, 1024)
+    state["odd"] = embedding(rows, 1025)[:, 1:].flatten()[:-3]
+    save(tmp_path, state)
+    if num_threads == 1:
+        assert set(coders) == {threading.current_thread()}
+    else:
+        assert len(set(coders)) <= num_threads and threading.current_thread() not in coders
+    assert len(coders) == 3 * 3 + 3 + 2 * 5  # "random" is not coded
+    assert_loaded(tmp_path, state)
+    file = ibp.open(tensors_of(tmp_path))
+    assert list(file) == list(state)
+    assert set(file.tables) == state.keys() - {"random"}
+    assert all(file.fields(name).content is None for name in file.tables)  # To compute it takes a pass of its own.
 
 
 def test_what_is_compressed(tmp_path):
@@ -198,10 +238,13 @@ def test_an_interrupted_save(tmp_path):
 
 
 def _save_to_a_full_disk(directory):
-    """Saves more bytes than this process may write to a file."""
+    """Saves more bytes than this process may write to a file, of a tensor that is stored as it is, and of one that is
+    coded."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    with pytest.raises(CheckpointException, match=r"File too large.*tensors.ibp.safetensors"):
-        save(directory, {"weight": torch.randint(256, (200_000,), dtype=torch.uint8)})
+    for x in (torch.randint(256, (200_000,), dtype=torch.uint8), embedding(8 * ROWS, COLUMNS)):
+        with pytest.raises(CheckpointException, match=r"File too large.*tensors.ibp.safetensors"):
+            save(directory, {"weight": x})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ibp")]
 
 
 def test_a_full_disk(tmp_path):
@@ -422,13 +465,28 @@ def test_a_rank_that_dies(tmp_path, tmp_path_factory, monkeypatch):
 # ---- on a GPU ----
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu(tmp_path):
-    """A stream's work is waited for, rows are compressed and decompressed on the GPU, parts of tensors too."""
-    x = embedding(ROWS, COLUMNS, BF16)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(50_000_000)
-        state = {"x": x.cuda(), "small": torch.ones(3, device="cuda"), "on the host": x + 1}
-        save(tmp_path, state)
-    assert_loaded(tmp_path, state)
-    assert_loaded(tmp_path, {"x": x, "small": torch.ones(3), "on the host": x + 1})
+def test_on_a_gpu(cuda, tmp_path):
+    """A save waits for the work of the current stream, which is not the default one. Rows are compressed and
+    decompressed on the GPU, and so are parts of tensors. Tensors in host memory lie between those on the GPU."""
+    x = {f"layers.{k}.weight": embedding(ROWS, COLUMNS, BF16, seed=k) for k in range(3)}
+    x["transposed"] = embedding(COLUMNS, ROWS).t()
+    x["random"] = torch.randint(256, (1 << 20,), dtype=torch.uint8)
+    x["small"], x["scalar"], x["empty"] = torch.ones(3), torch.tensor(2.5), torch.empty(0, 4)
+    near = {name: tensor.to(cuda) for name, tensor in x.items()}
+    torch.cuda.synchronize(cuda)
+    with torch.cuda.stream(torch.cuda.Stream(cuda)):
+        state = {}
+        for name in x:
+            state[name] = torch.zeros_like(near[name])
+            state[f"{name} on the host"] = x[name]
+        torch.cuda._sleep(200_000_000)
+        for name in x:
+            state[name].copy_(near[name])
+        save(tmp_path, {**state, "weight:slots": near["layers.0.weight"], "step": 7})
+        assert_loaded(tmp_path, {**state, "weight:slots": near["layers.0.weight"], "step": 7})
+    with ibp.open(tensors_of(tmp_path)) as file:
+        file.verify()
+        assert list(file) == list(state)
+        assert {"layers.0.weight", "transposed", "transposed on the host"} <= set(file.tables)
+        assert len({id(file[f"layers.{k}.weight"].codebook) for k in range(3)}) == 1
+    assert_loaded(tmp_path, {**x, **{f"{name} on the host": tensor for name, tensor in x.items()}})

@@ -1,0 +1,320 @@
+"""Writes files of ibp. A thread writes the blocks that a coder of `_coding.py` yields, while later blocks are coded
+(`write_blocks`). `write_file` writes a file of a converted checkpoint. `CheckpointWriter` is for programs that make
+tables one after the other, or that have tensors in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._common.arguments import whole_number
+from .._common.process import Closing
+from .._common.sequences import ahead
+from .._files import (
+    FileWriter,
+    PathLike,
+    TableFields,
+    check_names_safetensors,
+    dtype_name,
+    entry_of,
+    header_room,
+    write_plain,
+    write_table,
+    written_to,
+)
+from .._rows.geometry import KEPT_DTYPES, check_tensor
+from .._rows.learning import Options
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import WeightCompressor
+from ..deltas._coding import finished
+from ._coding import Block, Codebooks, Coder, blocks_of, checked_options, coded_on_cpu, coded_on_its_gpu
+from ._outputs import TensorReport
+from ._source import Source, SourceTensor, loaded_tensor
+
+_AHEAD = 2  # number of blocks that have been coded, and that wait to be written
+# Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
+# tensor.
+_UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
+# Classes of tensors that have their values in memory of their own.
+_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
+# ---- blocks ----
+
+
+def write_file(
+    path: Path,
+    shard: Source,
+    books: Codebooks,
+    coder: Coder,
+    jobs: int,
+    on_bytes: Callable[[int], object],
+    *,
+    like: Iterable[str],
+    replace: bool,
+) -> dict[str, Any]:
+    """Writes a file of ibp. Returns the fields of its record (see `Journal.write_record`).
+
+    Args:
+        path: the path to which the file is written.
+        shard: the tensors and the metadata of the file; `shard.path` is its path within the directory of the output.
+        books: the codebooks of the tensors.
+        coder: the coder of the device of `books`.
+        jobs: the number of threads that learn codebooks.
+        on_bytes: called after each block that is written, with its number of bytes before coding.
+        like, replace: as in `FileWriter`.
+
+    Raises:
+        BlockingIOError: another call is writing the same file.
+    """
+    tensors = list(shard.tensors.values())
+    books.prepare(tensors, jobs)
+    room = header_room(
+        {tensor.name: tensor.shape for tensor in tensors}, shard.metadata, filter(None, map(books.of, tensors))
+    )
+    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
+        coded = coder(block for tensor in tensors for block in blocks_of(tensor, books))
+        reports = write_blocks(writer, shard.path, coded, on_bytes)
+        fields = {"names": writer.names, "data_bytes": writer.data_bytes}
+    return {**fields, "tensors": [report.as_dict() for report in reports]}
+
+
+def write_blocks(
+    writer: FileWriter,
+    file: str,
+    coded: Generator[Block, None, None],
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> list[TensorReport]:
+    """Writes blocks on another thread, while the calling thread takes later blocks from their coder. Returns the
+    reports of their tensors.
+
+    Args:
+        writer: the writer of the file.
+        file: the file's path within the directory of the output, for the reports.
+        coded: yields coded blocks: all blocks of a tensor in order, then those of the next tensor. It is closed.
+        on_bytes: as in `write_file`.
+    """
+    reports: list[TensorReport] = []
+    with (
+        contextlib.closing(_written_to(writer, file, reports)) as writing,
+        contextlib.closing(coded),
+        ThreadPoolExecutor(1, "ibp-writer") as thread,
+        contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
+    ):
+        next(writing)
+        for num_bytes in written:
+            on_bytes(num_bytes)
+    return reports
+
+
+def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, Block, None]:
+    """Receives coded blocks by `send` and writes them: all blocks of a tensor in order, then those of the next tensor.
+    When a block has been written and its memory released, yields the number of bytes that the block had before coding.
+
+    After the last block of a coded tensor, it writes the lengths of the tensor's rows, the bases if any row has stored
+    bytes, and the fields of the table. Then it appends the report of the tensor to `reports`. file: the file's path
+    within the directory of the output.
+    """
+    num_bytes = 0
+    while True:
+        block = yield num_bytes
+        tensor, codebook = block.tensor, block.codebook
+        if codebook is None:
+            place = writer.plain(tensor.name, *tensor.header_entry())
+        else:
+            writer.codebook(codebook)
+            place = writer.part(f"{tensor.name}:overflow", "U8")
+        start, total, of_blocks = writer.data_bytes, 0, list[np.ndarray]()
+        with place as write:
+            while True:
+                write(block.data)
+                block.release()
+                total, num_bytes = total + (block.words or 0), block.end - block.start
+                if codebook is not None:
+                    of_blocks.append(block.lengths)
+                if block.end == tensor.num_bytes:
+                    break
+                block = yield num_bytes
+        scheme, stored = None, tensor.num_bytes
+        if codebook is not None:
+            lengths = torch.from_numpy(np.concatenate(of_blocks))
+            with writer.part(f"{tensor.name}:lengths", "U16") as write:
+                write(lengths)
+            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
+            if index[-1]:
+                with writer.part(f"{tensor.name}:bases", "U64") as write:
+                    write(index[:-1])
+            form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
+            content = None if block.words is None else finished(total, tensor.num_bytes)
+            writer.table(tensor.name, TableFields(*form, codebook=writer.codebook(codebook), content=content))
+            scheme, stored = codebook.scheme, writer.data_bytes - start
+        reports.append(TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file))
+
+
+# ---- files that are written tensor by tensor ----
+
+
+class CheckpointWriter(Closing):
+    """A file of ibp that is written by several calls: `compress` compresses and writes tensors that are in memory, and
+    `write` writes one table or tensor, for programs that make them one after the other. If all tables and tensors are
+    there already, `ibp.save` is simpler. `ibp.open` reads the file.
+
+    It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
+    When the block ends with an exception, an earlier file of that name stays unchanged.
+
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> with ibp.checkpoints.CheckpointWriter("weights.safetensors", {"a": x.shape, "b": [4]}) as writer:
+        ...     a_bytes = writer.write("a", ibp.compress(x))
+        ...     b_bytes = writer.write("b", torch.ones(4))
+        >>> a_bytes < x.nbytes, torch.equal(ibp.open("weights.safetensors")["b"], torch.ones(4))
+        (True, True)
+
+    Args:
+        output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
+            supports.
+        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
+            for the header.
+        metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
+
+    Raises:
+        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
+        OSError: (on entering, writing and leaving) the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        output: PathLike,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        check_names_safetensors(output)
+        self._output, self._metadata, self._header_bytes = output, metadata, header_room(shapes, metadata)
+        self._file: FileWriter | None = None
+        self._open = contextlib.ExitStack()
+
+    @staticmethod
+    def takes(name: str, tensor: torch.Tensor) -> bool:
+        """Returns whether a file can hold a tensor under a name.
+
+        The tensor must be a dense torch.Tensor or torch.nn.Parameter, not of another subclass, and have a dtype of
+        safetensors. The name must be printable. It must not be reserved, and must not have the form of the name of a
+        part of a table, such as "weight:slots".
+
+        Example:
+            >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
+            [True, False]
+        """
+        if not name.isprintable() or _UNUSUAL_NAME.match(name):
+            return False
+        is_plain = type(tensor) in _CLASSES and tensor.layout == torch.strided
+        return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
+
+    def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
+        """Writes a table or tensor, block by block. The value may be on any device. Returns the number of bytes that
+        the value takes in the file.
+
+        Raises:
+            ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
+                safetensors does not have the tensor's dtype.
+        """
+        file = self._opened()
+        start = file.data_bytes
+        if isinstance(value, CompressedTensor):
+            write_table(file, name, value)
+        else:
+            write_plain(file, name, value)
+        return file.data_bytes - start
+
+    def compress(self, tensors: Mapping[str, torch.Tensor], *, jobs: int | None = None) -> dict[str, int]:
+        """Compresses tensors and writes them, in order. A separate thread writes what is compressed while the next
+        tensors are compressed. Tensors of the same kind share a codebook: their names differ only in numbers, and their
+        shapes and dtypes are equal. Tensors that would not get smaller, or that have less than 4 KiB, are stored
+        uncompressed.
+
+        A tensor in host memory is compressed on the CPU, block by block, by up to `jobs` threads. A tensor on a GPU is
+        compressed on that GPU as a whole, by the calling thread and the current stream of the GPU, so that the stream
+        may still have work queued that fills the tensor. When the call returns, all tensors have been read.
+
+        Example:
+            >>> layers = {f"layers.{number}.weight": torch.randn(1000, 1024) for number in range(4)}
+            >>> shapes = {name: tensor.shape for name, tensor in layers.items()}
+            >>> with ibp.checkpoints.CheckpointWriter("layers.safetensors", shapes) as writer:
+            ...     stored = writer.compress(layers, jobs=2)
+            >>> all(stored[name] < tensor.nbytes for name, tensor in layers.items())
+            True
+            >>> torch.equal(ibp.load("layers.safetensors")["layers.3.weight"].decompress(), layers["layers.3.weight"])
+            True
+
+        Args:
+            tensors: dense tensors by name, in host memory or on GPUs, with any strides.
+            jobs: the largest number of threads that compress tensors in host memory. None: one for each core.
+
+        Returns:
+            The size in bytes of each tensor in the file, by name, without its codebook.
+
+        Raises:
+            TypeError: a value is not a dense tensor, or is of a subclass other than torch.nn.Parameter.
+            ValueError: the file is not open, already has a tensor of such a name, or cannot have such a name; or
+                safetensors does not have the dtype of a tensor; or jobs is not 1 to 1024.
+            RuntimeError: a tensor on a GPU has changed while it was compressed.
+            OSError: the file cannot be written.
+        """
+        file = self._opened()
+        jobs = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
+        given: dict[SourceTensor, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            check_tensor(tensor, repr(name), KEPT_DTYPES)
+            if type(tensor) not in _CLASSES:
+                raise TypeError(f"{name!r} is a {type(tensor).__name__}; wanted a torch.Tensor or torch.nn.Parameter")
+            source = loaded_tensor(name, tensor, file.path)
+            source.header_entry()  # raises ValueError if safetensors does not have the dtype
+            file.check_table(name)
+            given[source] = tensor.detach()
+        on_host = [source for source, tensor in given.items() if tensor.is_cpu]
+        books = Codebooks(checked_options(Options(device="cpu")), on_host)
+        books.prepare(on_host, jobs)
+        compressor = WeightCompressor({"memory": "host"})
+
+        def coded() -> Generator[Block, None, None]:
+            for on_cpu, some in itertools.groupby(given, lambda source: given[source].is_cpu):
+                if on_cpu:
+                    blocks = (block for source in some for block in blocks_of(source, books))
+                    yield from coded_on_cpu(blocks, jobs, content=False)
+                else:
+                    yield from (coded_on_its_gpu(source, given[source], compressor) for source in some)
+
+        return {report.name: report.stored_bytes for report in write_blocks(file, file.path.name, coded())}
+
+    def _opened(self) -> FileWriter:
+        """Returns the writer of the file. Raises ValueError if the file is not open."""
+        if self._file is None:
+            raise ValueError("the file is not open; wanted `with ibp.checkpoints.CheckpointWriter(...) as writer:`")
+        return self._file
+
+    def __enter__(self) -> CheckpointWriter:
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(written_to(self._output))
+            file = FileWriter(target, metadata=self._metadata, header_bytes=self._header_bytes)
+            self._file = stack.enter_context(file)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file = None
+        self._open.__exit__(*error)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Finishes the file, as leaving the `with` block without an exception does. A second call does nothing."""
+        self.__exit__(None, None, None)
