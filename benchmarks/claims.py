@@ -1746,7 +1746,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "Rows of 128 bytes gain nothing: BF16 "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=bfloat16} GB/s, raw "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=bfloat16}; FP16 "
-    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, by the CPU, pipelined, "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, raw "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=float16}, by the CPU, pipelined, "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|cpu pipelined|row_bytes=128|dtype=float16}.",
     "dlrm_train": "A training step with row-wise Adagrad on 512-byte BF16 rows, ids by Zipf's law, takes "
     "{dlrm_train|us|Zipf 1.05|ibp|dtype=bfloat16|row_bytes=512} with compressed rows, "
