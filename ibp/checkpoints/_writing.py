@@ -42,10 +42,9 @@ from ._outputs import TensorReport
 from ._source import Source, SourceTensor, loaded_tensor
 
 _AHEAD = 2  # number of blocks that have been coded, and that wait to be written
-# Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
-# tensor.
+# Matches names that the format reserves, and names that look like those of a table's parts, such as "weight:slots".
 _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
-# Classes of tensors that have their values in memory of their own.
+# The classes of plain tensors. Objects of other subclasses may keep their values elsewhere.
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -79,9 +78,8 @@ def write_file(
     """
     tensors = list(shard.tensors.values())
     books.prepare(tensors, jobs)
-    room = header_room(
-        {tensor.name: tensor.shape for tensor in tensors}, shard.metadata, filter(None, map(books.of, tensors))
-    )
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    room = header_room(shapes, shard.metadata, map(books.of, tensors))
     with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
         coded = coder(block for tensor in tensors for block in blocks_of(tensor, books))
         reports = write_blocks(writer, shard.path, coded, on_bytes)
@@ -208,9 +206,9 @@ class CheckpointWriter(Closing):
     def takes(name: str, tensor: torch.Tensor) -> bool:
         """Returns whether a file can hold a tensor under a name.
 
-        The tensor must be a dense torch.Tensor or torch.nn.Parameter, not of another subclass, and have a dtype of
-        safetensors. The name must be printable. It must not be reserved, and must not have the form of the name of a
-        part of a table, such as "weight:slots".
+        The tensor must be dense, its class must be torch.Tensor or torch.nn.Parameter, and safetensors must have its
+        dtype. The name must be printable. It must not be reserved, and must not look like the name of a part of a
+        table, such as "weight:slots".
 
         Example:
             >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
@@ -222,8 +220,7 @@ class CheckpointWriter(Closing):
         return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
 
     def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
-        """Writes a table or tensor, block by block. The value may be on any device. Returns the number of bytes that
-        the value takes in the file.
+        """Writes a table or tensor, which may be on any device, block by block. Returns its size in bytes in the file.
 
         Raises:
             ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
@@ -316,5 +313,5 @@ class CheckpointWriter(Closing):
         self._open.__exit__(*error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Finishes the file, as leaving the `with` block without an exception does. A second call does nothing."""
+        """Finishes the file, like the end of the `with` block. Does nothing if the file is finished already."""
         self.__exit__(None, None, None)

@@ -119,8 +119,10 @@ class Writer(FileSystemWriter):
             shapes = {name: tensor.shape for name, tensor in tensors.items()}
             with ibp.checkpoints.CheckpointWriter(path, shapes) as writer:
                 stored = writer.compress(tensors, jobs=min(_JOBS, torch.get_num_threads()))
-            places = {name: _StorageInfo(path.name, 0, stored[name], [_DESCRIPTOR]) for name in tensors}
-            results += [WriteResult(index, stored[name], places[name]) for name, index in indices.items()]
+            results += [
+                WriteResult(indices[name], size, _StorageInfo(path.name, 0, size, [_DESCRIPTOR]))
+                for name, size in stored.items()
+            ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

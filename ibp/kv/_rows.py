@@ -186,8 +186,8 @@ class KVRows(OfThisProcess):
             layer: number of the layer.
             rows: [tokens, num_heads, dim] of `dtype` on the device. The last dimension must be contiguous; the other
                 dimensions may have any strides. If num_heads is 1, [tokens, dim] also works.
-            tokens: the numbers of the tokens, all different: a tensor [tokens] on the CPU or the device, or a list. For
-                consecutive tokens, give a `range`, because its numbers are not copied to the device.
+            tokens: the numbers of the tokens, all different: a tensor [tokens] on the CPU or the device, a list, or a
+                `range`. For consecutive tokens a `range` is fastest, because no numbers are copied to the device.
             max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
@@ -195,7 +195,7 @@ class KVRows(OfThisProcess):
             TypeError, ValueError: rows or tokens are not as described.
         """
         place, chosen, first_row = self.places[self._layer(layer)], None, 0
-        if isinstance(tokens, range) and self._has_all(tokens):
+        if isinstance(tokens, range) and tokens.step == 1 and 0 <= tokens.start <= tokens.stop <= self.num_tokens:
             shape, first_row = torch.Size((len(tokens),)), tokens.start * self.num_heads
         else:
             chosen = self._tokens(tokens)
@@ -320,10 +320,6 @@ class KVRows(OfThisProcess):
         if not tokens.is_cuda:
             check_range(tokens.reshape(-1), self.num_tokens, name="tokens")
         return tokens.to(self.device, torch.int64)
-
-    def _has_all(self, tokens: range) -> bool:
-        """Returns whether the numbers in a range are consecutive and belong to tokens of the store."""
-        return tokens.step == 1 and 0 <= tokens.start <= tokens.stop <= self.num_tokens
 
     def _rows(self, tokens: torch.Tensor, per_head: bool = False) -> torch.Tensor:
         """Returns the numbers of rows in a layer, contiguous. Without per_head, tokens is [..., 1], and the result is

@@ -372,7 +372,7 @@ class TokenDecoder:
         self.device, self.memory = device, memory
         self.fetched_bytes = self.sent_bytes = 0
         self._sms, self._faults = (sms or None) if memory == "pinned" else sms, Faults(_WORDS)
-        self._fault, self._noted = self._faults.on(device), self._faults.words(device)
+        self._fault = self._faults.on(device)
         self._stream: torch.cuda.Stream | None = None  # decodes; None on a CPU
         self._ring: Ring | None = None  # the buffers; None unless memory is "pinned"
         self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the history whose bytes it has or receives
@@ -430,8 +430,8 @@ class TokenDecoder:
             return Fetch(keys, values, current, self._decoded)
 
     def _brought(self, ring: Ring, history: TokenHistory) -> Turn:
-        """Returns the buffer that has the bytes of a history. If no buffer has them, queues the copies that bring them,
-        and leaves the stream of these copies as the current stream."""
+        """Returns the buffer that has the bytes of a history. If there is no such buffer, queues copies to another
+        buffer, returns that one, and leaves the stream of the copies as the current stream."""
         turn = ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = ring.next()
@@ -466,8 +466,7 @@ class TokenDecoder:
         Raises:
             RuntimeError: coded bytes in memory were damaged.
         """
-        if self._noted[0]:
-            self._faults.raise_pending(self.device)
+        self._faults.raise_pending(self.device)
 
 
 # ---- the coder of a cache ----
