@@ -177,8 +177,9 @@ using Source = TableOf<1u << ibp::kFault>;                             // a tabl
 using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>;    // a table whose rows are written
 using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place into which rows are coded
 
-// A table of a list that may be long, in which a table may stand twice. Given compares all pairs of the memory that it
-// knows, so it is not told of these tables' memory: the operation itself checks that it writes to none of it.
+// A table in a list that may be long, and that may contain the same table twice. Given compares each piece of memory
+// with all others, which would take long and would refuse such lists. So add_parts adds no memory, and the operation
+// checks that no table overlaps the memory that the operation writes.
 struct Listed : Table {
     using Table::Table;
     void add_parts(Given &given) const { given.require_device(ibp::TableHandle::device); }

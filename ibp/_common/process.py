@@ -217,9 +217,9 @@ def tqdm(iterable: Iterable[Any] | None = None, *, disable: bool = False, **opti
 
 def published(package: str, *pickled: Any) -> Callable[[], list[str]]:
     """Sets `__module__` of all classes in a package's `__all__` to the name of the package, for pickle and for readers.
-    Returns a function to use as the package's `__dir__`, which lists the names of `__all__`. pickled: classes and
-    functions that are not in `__all__`, but that pickles of the package's objects name. They get the same `__module__`,
-    so that pickles name none of the package's private modules. The package must have imported them."""
+    Returns a function to use as the package's `__dir__`, which lists the names of `__all__`. pickled: other classes and
+    functions that pickles of the package's objects refer to. They get the same `__module__`, so that pickles refer to
+    no private module of the package. The package must have imported them."""
     module = vars(sys.modules[package])
     for name in module["__all__"]:
         if isinstance(value := module.get(name), type):

@@ -78,8 +78,8 @@ def in_threads(
     work: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> Generator[Result, None, None]:
     """Calls work(item) for each item, on up to num_threads threads. Yields the results in the order of the items.
-    Before the result of an item is yielded, at most 2 * num_threads later items are begun, so that results take
-    little memory. After an exception, or if the generator is closed early, no more calls begin.
+    At most 2 * num_threads items after the next one to be yielded are begun, so that few results wait in memory.
+    After an exception, or if the generator is closed early, no more calls begin.
 
     If num_threads or the number of items is 1, the calling thread makes the calls. If the calling thread was itself
     started by `in_threads`, it also makes the calls, because other threads of that call are working at the same time.

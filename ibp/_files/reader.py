@@ -272,8 +272,8 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file. The constructor verifies the header and the checksums themselves. `check` and
-    `read_into` verify blocks of data, and remember which blocks they have verified.
+    """Compares a file with its checksums. The constructor verifies the header and the checksums themselves. `check`
+    and `read_into` verify blocks of data, and remember which blocks they have verified.
 
     Raises:
         ChecksumError: the header or the checksums are damaged.

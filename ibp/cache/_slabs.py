@@ -486,8 +486,8 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def use_lock_of(self, other: CacheState) -> None:
-        """Replaces the lock of this cache by that of another one, so that one operation can use both caches. No thread
-        may use this cache meanwhile."""
+        """Makes this cache share the lock of another cache, so that one operation can use both. No thread may use this
+        cache during the call."""
         self.lock = other.lock
 
     def in_use(

@@ -21,7 +21,8 @@ class StackFetcher:
 
     A GPU fetches on a stream beside the caller's. `wait_for` makes the caller's stream wait for the matrices of a
     stack. The caller's stream must wait for the last stack before the memory of results is used again, also after a
-    call of `take` that has raised an error or that was interrupted, whose fetches may still be under way.
+    call of `take` that was interrupted, because fetches may still be under way. If the operation raises an error, the
+    caller's stream has waited already.
 
     Args:
         caches: a new cache for each stack, all on the same device. Afterwards the caches have one lock in common,

@@ -253,8 +253,8 @@ class Block:
     # The stored form, which a coder sets.
     data: np.ndarray = field(init=False)  # uint8, valid until `release` is called
     lengths: np.ndarray = field(init=False)  # one for each row (FORMAT.md section 2); not set without a codebook
-    # The contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook. None: the file
-    # does not get the fingerprint.
+    # The contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook. None: no
+    # fingerprint is written for this tensor.
     words: int | None = 0
     release: Callable[[], object] = lambda: None  # lets another block use the memory of `data`; any thread may call it
     # What `CudaCoder` needs while it codes the block.
@@ -321,8 +321,9 @@ def _coded(block: Block, free: deque[torch.Tensor], content: bool) -> Block:
 
 
 def coded_on_its_gpu(tensor: SourceTensor, x: torch.Tensor, compressor: WeightCompressor) -> Block:
-    """Codes a tensor on its GPU, after the work that is queued on the current stream of that GPU. Returns one block
-    with the whole tensor. The block's stored form is in host memory, and has no fingerprint.
+    """Codes a tensor on the GPU where it is. Coding uses the current stream of this GPU, and so begins after work that
+    is queued there. Returns one block with the whole tensor. The block's stored form is in host memory, and has no
+    fingerprint.
 
     Args:
         tensor: the tensor, whose `read` is not called.

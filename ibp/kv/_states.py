@@ -226,9 +226,9 @@ class TokenSpan:
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # the used entries of `_lengths` and `_bases`
-        # (address, number of bytes) of the arena's bytes or of a copy of them -> the items, described for operations.
-        # Describing a table takes as long as calling an operation, and most fetches find the bytes in one of the two
-        # buffers of a ring, or in the arena. A description holds addresses, and keeps no memory alive.
+        # Descriptions of the items for operations, by the address and the size in bytes of the arena's bytes or of a
+        # copy of them. To describe a table takes as long as to call an operation, and most fetches find the bytes in
+        # one of the two buffers of a ring, or in the arena. A description holds addresses, and keeps no memory alive.
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
         # The last call of `ids` with an order: (order, first, last, result).
         self._ids: tuple[torch.Tensor, int, int, torch.Tensor] | None = None
@@ -262,7 +262,8 @@ class TokenSpan:
         self._resize(num_items)
 
     def _resize(self, num_items: int) -> None:
-        self._tables = {}  # This must come first, because the present index may be freed below.
+        # Descriptions hold addresses of the present index, which is freed when `_index` is replaced. So they go first.
+        self._tables = {}
         self.num_items = num_items
         num_bases = num_items if self.codebook is None else self.num_rows
         self._index = self._lengths[: self.num_rows], self._bases[:num_bases]
@@ -279,8 +280,7 @@ class TokenSpan:
         """Queues the decoding of items.
 
         Args:
-            staged: uint8, at least `used` bytes, of which the first ones are the used bytes of the arena or a copy of
-                them on the device.
+            staged: uint8. It begins with the used bytes of the arena, or with a copy of them on the device.
             used: the number of these bytes.
             out: the destination, a view that `Form.items` returned.
             ids: int64: for each item of `out`, the number, within this span, of the item that is decoded to it. None:

@@ -85,8 +85,8 @@ constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256, kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
 // A group of THREADS threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows
-// are long. The shared memory of an SM holds only a few stages of long rows, so many threads must work on one stage.
-// They wait little for each other, because encoding has few barriers.
+// are long. Stages of long rows are large, so the shared memory of an SM has room for only a few of them. Many threads
+// then encode one row. They wait little for each other, because encoding has few barriers.
 template <uint32_t THREADS>
 using EncodeGroup = Group<(THREADS < kWarp ? THREADS : kWarp), (THREADS < kWarp ? 1 : THREADS / kWarp), kEncodes>;
 

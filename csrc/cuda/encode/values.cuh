@@ -75,8 +75,7 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
     {
         uint32_t *const to = table + Base::table_bytes(cb) / 4u;
         // `table` begins with the codes, because only other encoders put a hash table before them. If COLUMNS, codes
-        // are indexed by rank. Otherwise the low bits of the index are a symbol, and the high bits are a
-        // cluster.
+        // are indexed by rank. Otherwise the low bits of the index are a symbol, and the high bits are a cluster.
         for (uint32_t i = threadIdx.x; i < Base::num_codes(cb); i += blockDim.x)
             to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
