@@ -166,6 +166,7 @@ class TokenArena:
             for start, part in self.parts():
                 larger[start : start + part.numel()].copy_(part)
             self._pieces = [(0, larger)]
+        self._parts = None
 
     def rewind(self, used: int) -> None:
         """Keeps the first `used` bytes and frees the bytes that were reserved after them."""
@@ -190,10 +191,11 @@ class TokenArena:
         if self.filled is not None:
             self.filled.synchronize()
         copied = TokenArena(self._device, self._pinned)
-        if self.used:
-            _, (memory,) = copied.reserve(self.used, 1, 0)
+        if self._pieces:
+            copied._grow(self.used, 0)
+            copied.used = self.used
             for offset, part in self.parts():
-                memory[offset : offset + part.numel()].copy_(part)
+                copied._pieces[0][1][offset : offset + part.numel()].copy_(part)
         return copied
 
 
@@ -258,15 +260,17 @@ class TokenSpan:
 
     def truncate(self, num_items: int) -> None:
         """Keeps the first num_items items and removes the others."""
-        self._ids = None
-        self._resize(num_items)
+        if num_items < self.num_items:
+            self._ids = None
+            self._resize(num_items)
 
     def _resize(self, num_items: int) -> None:
         # Descriptions hold addresses of the present index, which is freed when `_index` is replaced. So they go first.
-        self._tables = {}
-        self.num_items = num_items
-        num_bases = num_items if self.codebook is None else self.num_rows
-        self._index = self._lengths[: self.num_rows], self._bases[:num_bases]
+        # An interrupt comes before this statement or after it.
+        num_rows = num_items * self.form.rows_per_item
+        num_bases = num_items if self.codebook is None else num_rows
+        index = self._lengths[:num_rows], self._bases[:num_bases]
+        self._tables, self.num_items, self._index = {}, num_items, index
 
     def decode(
         self,
@@ -409,6 +413,7 @@ class CodedStates:
     def add(self, coded: Coded, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
         """Appends the items of blocks to the last span. If there is no span, or the last span has another codebook,
         appends them to a new span instead. Also tells the learner the sizes of the items before and after encoding.
+        First removes items of the same and of later numbers, which an interrupted call may have left.
 
         Args:
             coded: the result of `encode` for these blocks.
@@ -416,6 +421,7 @@ class CodedStates:
             offset: the offset in the arena at which their bytes begin.
             first_block, first_slot: numbers of the first block and of the first coded sequence of the items.
         """
+        self.truncate(first_block, first_slot)
         codebook, plain_bytes = None, num_bytes
         if isinstance(coded, CodedRows):
             codebook, plain_bytes = coded.codebook, coded.num_rows * coded.row_bytes

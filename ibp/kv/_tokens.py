@@ -80,14 +80,14 @@ class PendingBlocks:
         self.sequences = sequences.clone() if self.sequences is None else self.sequences[sequences]
 
 
-@dataclass
+@dataclass(frozen=True)
 class StoredBlocks:
     """Describes the blocks that one call of `TokenHistory.store` has added."""
 
     num_blocks: int  # number of these blocks that have not been removed
     num_coded: int  # number of blocks that the call added
     batch_size: int  # number of sequences in a block
-    start: int  # number of bytes of the arena that were in use before these blocks were added
+    end: int  # number of bytes of the arena that are in use by these blocks and those before them
 
 
 class TokenHistory(OfThisProcess):
@@ -123,13 +123,7 @@ class TokenHistory(OfThisProcess):
     def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: CodedStates, values: CodedStates) -> None:
         self._coder, self._decoder, self.device = coder, decoder, decoder.device
         self.arena, self.keys, self.values = TokenArena(self.device, decoder.memory == "pinned"), keys, values
-        self.num_blocks = 0
-        self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
-        self._stored: list[StoredBlocks] = []
-        self._num_slots, self.batch_size = 0, 0
-        # int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. None: the
-        # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_states.py`).
-        self.order: torch.Tensor | None = None
+        self._become([], None, 0)
 
     @property
     def num_tokens(self) -> int:
@@ -190,31 +184,29 @@ class TokenHistory(OfThisProcess):
         num_blocks = keys.shape[2] // self._coder.block
         return PendingBlocks(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
+    # `_become` and `take` replace what they change in one statement, so that a call that is interrupted or fails has
+    # changed all of it or nothing. Bytes and index entries beyond the stored blocks may be left by such a call. `fetch`
+    # does not read them, and the next call of `store` writes over them.
+
     def store(self, pending: PendingBlocks) -> None:
         """Adds blocks to the history. pending: the result of `encode` for these blocks. Waits for the GPU unless
-        `pending.is_ready()`. If the call is interrupted, either all blocks have been added, or no block."""
+        `pending.is_ready()`. If the call is interrupted or fails, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
-            data, start = pending.data(), self.arena.used
-            pairs = (self.keys, pending.keys), (self.values, pending.values)
-            plain_bytes = self.original_bytes + pending.num_blocks * pending.batch_size * self._block_bytes
-            offsets = []
+            data, num_blocks, batch_size = pending.data(), pending.num_blocks, pending.batch_size
+            pairs, num_slots = ((self.keys, pending.keys), (self.values, pending.values)), self._num_slots
+            plain_bytes = self.original_bytes + num_blocks * batch_size * self._block_bytes
+            self._decoder.fence()
             try:
                 for (states, coded), whole in zip(pairs, data):
                     alignment = _core.SECTOR_BYTES if isinstance(coded, CodedRows) else states.form.item_bytes
                     offset, memory = self.arena.reserve(whole.numel(), alignment, plain_bytes)
-                    offsets.append(offset)
                     for to, part in zip(memory, whole.split([to.numel() for to in memory])):
                         self._decoder.put(self.arena, to, part)
-                for (states, coded), whole, offset in zip(pairs, data, offsets):
-                    states.add(coded, whole.numel(), offset, self.num_blocks, self._num_slots)
-                self._stored.append(StoredBlocks(pending.num_blocks, pending.num_blocks, pending.batch_size, start))
-                self._append_order(pending)
-                self._num_slots += pending.num_blocks * pending.batch_size
-                self.num_blocks += pending.num_blocks
-                self.stamp = next(_stamps)
-            except BaseException:
-                self.arena.rewind(start)
-                raise
+                    states.add(coded, whole.numel(), offset, self.num_blocks, num_slots)
+                added = StoredBlocks(num_blocks, num_blocks, batch_size, self.arena.used)
+                self._become([*self._stored, added], *self._order_with(pending))
+            finally:
+                self.arena.rewind(self._used)
 
     def fetch(self, num_tokens: int, blocks: range | None = None) -> Fetch:
         """Begins to decode coded tokens into new keys and values.
@@ -233,17 +225,40 @@ class TokenHistory(OfThisProcess):
         """
         return self._decoder.fetch(self, num_tokens, blocks)
 
-    def _append_order(self, pending: PendingBlocks) -> None:
+    @property
+    def _num_slots(self) -> int:
+        """Number of coded sequences: of all blocks that have not been removed, and of all sequences in each block."""
+        return sum(held.num_blocks * held.batch_size for held in self._stored)
+
+    @property
+    def _used(self) -> int:
+        """Number of bytes of the arena that stored blocks use."""
+        return self._stored[-1].end if self._stored else 0
+
+    def _become(self, stored: list[StoredBlocks], order: torch.Tensor | None, batch_size: int) -> None:
+        """Replaces the list of stored blocks, the order of sequences and the number of sequences.
+
+        Args:
+            stored: the stored blocks, in order. The list must not be changed later.
+            order: int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. The
+                tensor must not be changed later (see `_states.py`). None: the sequences are in the order of encoding.
+            batch_size: the number of present sequences.
+        """
+        num_blocks = sum(held.num_blocks for held in stored)
+        self.stamp = next(_stamps)  # A buffer of the decoder's ring that has the bytes of another stamp is out of date.
+        self._stored, self.order, self.batch_size, self.num_blocks = stored, order, batch_size, num_blocks
+
+    def _order_with(self, pending: PendingBlocks) -> tuple[torch.Tensor | None, int]:
+        """Returns (the order of the blocks of the history and of pending blocks, the number of present sequences)."""
         num_blocks, batch_size, sequences = pending.num_blocks, pending.batch_size, pending.sequences
-        self.batch_size = batch_size if sequences is None else sequences.numel()
         if self.order is None and sequences is None:
-            return
-        held = self._slots()
-        new = torch.arange(self._num_slots, self._num_slots + num_blocks * batch_size, device=self.device)
+            return None, batch_size
+        num_slots = self._num_slots
+        new = torch.arange(num_slots, num_slots + num_blocks * batch_size, device=self.device)
         new = new.view(num_blocks, batch_size)
         if sequences is not None:
             new = new[:, sequences]
-        self.order = torch.cat((held, new)) if self.num_blocks else new
+        return torch.cat((self._slots(), new)) if self.num_blocks else new, new.shape[1]
 
     def _slots(self) -> torch.Tensor:
         """Returns int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence."""
@@ -256,24 +271,24 @@ class TokenHistory(OfThisProcess):
         """Reorders the sequences without decoding: sequence b becomes the former sequence sequences[b]. sequences:
         int64 [B]."""
         if self.num_blocks:
-            self.order = self._slots()[:, sequences]
-            self.batch_size = sequences.numel()
+            order, batch_size = self._slots()[:, sequences], sequences.numel()
+            self._decoder.fence()
+            self.order, self.batch_size = order, batch_size
 
     def truncate(self, num_blocks: int) -> None:
         """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `store` added
-        become free when all of these blocks have been removed."""
-        while self._stored and self.num_blocks - self._stored[-1].num_blocks >= num_blocks:
-            self.num_blocks -= self._stored[-1].num_blocks
-            self.arena.rewind(self._stored.pop().start)
-        if self.num_blocks > num_blocks:
-            self._stored[-1].num_blocks -= self.num_blocks - num_blocks
-            self.num_blocks = num_blocks
-        self._num_slots = sum(held.num_blocks * held.batch_size for held in self._stored)
+        become free when all of these blocks have been removed. If the call is interrupted or fails, either all these
+        blocks have been removed, or no block."""
+        stored, left = [], num_blocks
+        for held in self._stored:
+            if left > 0:
+                stored.append(replace(held, num_blocks=min(left, held.num_blocks)))
+                left -= held.num_blocks
+        self._decoder.fence()
+        self._become(stored, None if self.order is None or not stored else self.order[:num_blocks], self.batch_size)
         for states in (self.keys, self.values):
-            states.truncate(num_blocks, self._num_slots)
-        if self.order is not None:
-            self.order = self.order[:num_blocks] if num_blocks else None
-        self.stamp = next(_stamps)
+            states.truncate(self.num_blocks, self._num_slots)
+        self.arena.rewind(self._used)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
@@ -291,9 +306,7 @@ class TokenHistory(OfThisProcess):
         coder = coder or self._coder
         copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.clone(), self.values.clone())
         copied.arena = self.arena.clone()
-        copied.num_blocks, copied._num_slots, copied.batch_size = self.num_blocks, self._num_slots, self.batch_size
-        copied._stored = [replace(held) for held in self._stored]
-        copied.order = self.order
+        copied._become(self._stored, self.order, self.batch_size)
         return copied
 
 
@@ -425,29 +438,34 @@ class TokenDecoder:
                     self._decode(history, keys, values, blocks, turn.memory)
                     turn.release(stream)
                 self._decoded.record(stream)
+                return Fetch(keys, values, current, self._decoded)
+            except BaseException:
+                stream.synchronize()  # because the memory of the keys and values is freed now
+                raise
             finally:
                 torch.cuda.set_stream(current)
-            return Fetch(keys, values, current, self._decoded)
+
+    def fence(self) -> None:
+        """Makes the current stream wait for all decoding so far, so that memory that this decoding reads may be freed
+        or written by later work of the stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._decoded)
 
     def _brought(self, ring: Ring, history: TokenHistory) -> Turn:
         """Returns the buffer that has the bytes of a history. If there is no such buffer, queues copies to another
-        buffer, returns that one, and leaves the stream of the copies as the current stream."""
+        buffer, and returns that one."""
         turn = ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = ring.next()
         if self._stamps.get(turn) != history.stamp:
             self._stamps.pop(turn, None)
-            arena, stream = history.arena, ring.stream
+            arena, parts = history.arena, history.arena.parts()
             assert arena.filled is not None
             if turn.memory.numel() < arena.used:
                 turn.reserve(arena.used + arena.used // _SLACK)
-            stream.wait_event(arena.filled)
-            turn.claim(stream)
-            torch.cuda.set_stream(stream)
-            for start, part in arena.parts():
-                turn.memory[start : start + part.numel()].copy_(part, non_blocking=True)
-                self.fetched_bytes += part.numel()
-            turn.hand_over(stream)
+            ring.stream.wait_event(arena.filled)
+            turn.bring(ring.stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
+            self.fetched_bytes += arena.used
             self._stamps[turn] = history.stamp
         return turn
 

@@ -3,12 +3,14 @@
 import copy
 import gc
 import inspect
+import itertools
 import pickle
 
 import pytest
 import torch
 
 from helpers import assert_same_bits
+from interrupts import interrupt_at
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -235,6 +237,29 @@ def test_much_that_was_cropped_is_coded_anew():
     assert twins.cache.stats().num_coded_tokens == 96
     assert twins.cache.stats().stored_bytes < 0.3 * full
     twins.both("crop", 0).grow(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python prints interrupts in __del__.
+@pytest.mark.parametrize("call", ["store", "crop", "sparse"])
+def test_interrupted_changes_lose_no_token(call):
+    """Whether blocks were added or removed or not, each token is either coded or raw."""
+    for moment in itertools.count():
+        layer, (keys, values) = CompressedLayer(ibp.kv.TokenCoder(**SMALL)), states(70)
+        layer.update(keys, values)
+        if call == "store":
+            _, interrupts = interrupt_at(moment, None, lambda: layer.store(wait=True))
+            possible = {70}
+        else:
+            layer.store(wait=True)
+            removed = 20 if call == "crop" else 60
+            _, interrupts = interrupt_at(moment, None, lambda: layer.crop(-removed))
+            possible = {70, 70 - removed}
+        assert layer.get_seq_length() in possible
+        for got, wanted in zip((layer.keys, layer.values), (keys, values)):
+            assert_same_bits(got, wanted[:, :, : layer.get_seq_length()])
+        if not interrupts:
+            break
+    assert moment > 5
 
 
 def test_crop_wants_a_number_that_is_not_positive():

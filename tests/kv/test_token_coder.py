@@ -1,5 +1,6 @@
 """ibp.kv.TokenCoder and TokenHistory: what a cache that grows token by token keeps of its older tokens."""
 
+import itertools
 import pickle
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp.kv import TokenCoder, TokenHistory
+from interrupts import interrupt_at
 
 CPU = torch.device("cpu")
 
@@ -82,6 +84,70 @@ def test_a_copy_belongs_to_another_coder():
     assert other.devices == [CPU] and copied.num_codebooks == 2
 
 
+@pytest.mark.parametrize("scheme", ["planes", "raw"])
+@pytest.mark.parametrize("call", ["store", "truncate", "take"])
+def test_interrupted_calls_change_all_or_nothing(call, scheme):
+    """Wherever a call is interrupted, the tokens are those before it or those after it, and later calls work."""
+    order, moment = torch.tensor([1, 0, 1]), 0
+    while True:
+        history, raw = grown(TokenCoder(block=16, window=0, scheme=scheme))
+        history.take(torch.tensor([1, 0]))
+        raw = [tensor[[1, 0]] for tensor in raw]
+        new = states(32)
+        pending = history.encode(*new)
+        wanted = {"store": [torch.cat(pair, 2) for pair in zip(raw, new)], "truncate": [x[:, :, :16] for x in raw]}
+        wanted["take"] = [tensor[order] for tensor in raw]
+        calls = {"store": (history.store, pending), "truncate": (history.truncate, 1), "take": (history.take, order)}
+        _, interrupts = interrupt_at(moment, None, lambda: calls[call][0](calls[call][1]))
+        changed = (history.num_blocks, history.batch_size) != (3, 2)
+        check(history, wanted[call] if changed else raw)
+        if not interrupts:
+            break
+        check(history.clone(), wanted[call] if changed else raw)
+        if not changed:
+            calls[call][0](calls[call][1])
+        check(history, wanted[call])
+        later = states(16, batch=history.batch_size)
+        history.store(history.encode(*later))
+        check(history, [torch.cat(pair, 2) for pair in zip(wanted[call], later)])
+        moment += 1
+    assert changed and moment > 5
+
+
+@pytest.mark.parametrize("scheme", ["planes", "raw"])
+def test_memory_that_runs_out(scheme, monkeypatch):
+    """Between the keys and the values of blocks: no block is added, and the same blocks can be stored again."""
+    history, raw = grown(TokenCoder(block=16, window=0, scheme=scheme))
+    new, reserve, numbers = states(16), history.arena.reserve, itertools.count()
+
+    def second_fails(*arguments):
+        if next(numbers) == 1:
+            raise MemoryError
+        return reserve(*arguments)
+
+    monkeypatch.setattr(history.arena, "reserve", second_fails)
+    pending = history.encode(*new)
+    with pytest.raises(MemoryError):
+        history.store(pending)
+    check(history, raw)
+    history.store(pending)
+    check(history, [torch.cat(pair, 2) for pair in zip(raw, new)])
+
+
+def test_tokens_that_take_no_bytes():
+    """All their rows are equal, so that coded rows are empty. A copy decodes them, too."""
+    coder, raw = TokenCoder(block=16, window=0), [torch.zeros(2, 2, 32, dim).bfloat16() for dim in (16, 32)]
+    history = coder.history(*raw)
+    history.store(history.encode(*raw))
+    assert history.stored_bytes == 0
+    copied = history.clone()
+    for one in (history, copied):
+        check(one, raw)
+        one.truncate(0)
+        one.store(one.encode(*raw))
+        check(one, raw)
+
+
 def test_blocks_that_are_due():
     coder = TokenCoder(block=4, window=10)
     assert [coder.num_due(count) for count in (0, 9, 10, 13, 14, 21, 22)] == [0, 0, 0, 0, 1, 2, 3]
@@ -133,3 +199,42 @@ def test_on_a_gpu(cuda, memory):
     for history, raw in layers:
         check(history, raw, extra=3)
     assert (coder.fetched_bytes > 0) == (memory == "pinned") and coder.devices == [cuda]
+
+
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+@pytest.mark.parametrize("change", ["store", "truncate", "take"])
+def test_changes_while_tokens_are_decoded_on_a_gpu(cuda, change, memory):
+    """Memory that a fetch still reads is not given to other tensors."""
+    coder = TokenCoder(block=16, window=0, memory=memory)
+    raw = states(4096, batch=8, device=cuda)
+    for _ in range(5):
+        history = coder.history(*raw)
+        history.store(history.encode(*(tensor[:, :, :2048] for tensor in raw)))
+        history.take(torch.arange(8, device=cuda))
+        pending = history.encode(*(tensor[:, :, 2048:] for tensor in raw))
+        fetch = history.fetch(2048)
+        if change == "store":
+            history.store(pending)
+        elif change == "truncate":
+            history.truncate(0)
+        else:
+            history.take(torch.arange(8, device=cuda).flip(0))
+        taken = [torch.full((1 << 20,), 255, dtype=torch.uint8, device=cuda) for _ in range(32)]
+        for got, wanted in zip(fetch.wait(), raw):
+            assert_same_bits(got, wanted[:, :, :2048])
+        del taken
+
+
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_interrupted_fetches_on_a_gpu(cuda, memory):
+    """The fetch after an interrupted one has the right tokens, and the current stream is the one before."""
+    history, raw = grown(TokenCoder(block=16, window=0, memory=memory), cuda)
+    before = torch.cuda.current_stream()
+    for moment in itertools.count():
+        history.truncate(3)  # so that the bytes are brought again
+        _, interrupts = interrupt_at(moment, None, lambda: history.fetch(48))
+        assert torch.cuda.current_stream() == before
+        check(history, raw)
+        if not interrupts:
+            break
+    assert moment > 5

@@ -98,8 +98,12 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         super().__init__()
 
     def _forget(self) -> None:
+        # The tokens of the layer are those of the first `_num_blocks` blocks of the history, followed by the raw ones.
+        # Both are replaced in one statement, so that an interrupted call loses no token and has none twice. Such a call
+        # may leave more blocks in the history.
         self.history: ibp.kv.TokenHistory | None = None
         self.raw: tuple[torch.Tensor, ...] = ()
+        self._num_blocks = 0
         self.last_query = 0
         self._pending: Any = None  # a result of `TokenHistory.encode`: blocks that are being coded
         self._fetch: Any = None  # a result of `TokenHistory.fetch`: tokens that are decoded for the next update
@@ -111,20 +115,14 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
     def _all(self) -> tuple[torch.Tensor, ...]:
         """Decodes the coded tokens. Returns (keys, values) of all tokens, coded and raw."""
-        history = self._coded()
-        return self.raw if history is None else self._joined(history.fetch(self.get_seq_length()))
+        return self._joined(self._fetched()) if self._num_blocks else self.raw
 
     def get_seq_length(self) -> int:
         """Returns the number of tokens of each sequence, coded and raw."""
-        history = self._coded()
-        return self._num_raw() + (history.num_tokens if history is not None else 0)
+        return self._num_blocks * self._coder.block + self._num_raw()
 
     def _num_raw(self) -> int:
         return self.raw[0].shape[-2] if self.raw and self.raw[0].dim() == 4 else 0
-
-    def _coded(self) -> ibp.kv.TokenHistory | None:
-        """Returns the coded tokens, or None if there are none."""
-        return self.history if self.history is not None and self.history.num_blocks else None
 
     # ---- new tokens ----
 
@@ -154,21 +152,21 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         keys, values = torch.cat((self.raw[0], key_states), dim=-2), torch.cat((self.raw[1], value_states), dim=-2)
         self.raw, self.last_query = (keys, values), key_states.shape[-2]
-        history = self._coded()
-        if history is not None:
-            keys, values = self._joined(self._fetched(history))
+        if self._num_blocks:
+            keys, values = self._joined(self._fetched())
         self._begin_coding()
         return keys, values
 
-    def _fetched(self, history: ibp.kv.TokenHistory) -> Any:
-        """If `fetch_ahead` has begun a fetch whose tensors have the present number of tokens, returns it. Otherwise
-        begins a new fetch and returns that."""
+    def _fetched(self, new_tokens: int = 0) -> Any:
+        """Returns a fetch of all coded tokens. Its tensors have room for the raw tokens and for new_tokens others. If
+        `fetch_ahead` has begun such a fetch, returns that one."""
         fetch, self._fetch = self._fetch, None
-        num_tokens = history.num_tokens + self._num_raw()
+        num_tokens = self.get_seq_length() + new_tokens
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
         del fetch  # This must precede the next fetch. It makes the current stream wait for the decoding.
-        return history.fetch(num_tokens)
+        assert self.history is not None
+        return self.history.fetch(num_tokens, range(self._num_blocks))
 
     def _joined(self, fetch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits for a fetch of all coded tokens, and copies the raw tokens to the end of its tensors. Returns these
@@ -200,12 +198,13 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
             return
-        self._fetch = None
+        self._fetch, num_tokens = None, pending.num_blocks * self._coder.block
         with torch.inference_mode(False), torch.no_grad():
+            raw = tuple(tail[..., num_tokens:, :].clone() for tail in self.raw)
+            if self.history.num_blocks > self._num_blocks:
+                self.history.truncate(self._num_blocks)
             self.history.store(pending)
-            num_tokens = pending.num_blocks * self._coder.block
-            self._pending = None
-            self.raw = tuple(tail[..., num_tokens:, :].clone() for tail in self.raw)
+            self._pending, self.raw, self._num_blocks = None, raw, self.history.num_blocks
 
     # ---- prefetching ----
 
@@ -215,9 +214,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         if not self.is_initialized or self._fetch is not None:
             return
         self.store(wait=self.is_coding_much())
-        history = self._coded()
-        if history is not None:
-            self._fetch = history.fetch(history.num_tokens + self._num_raw() + new_tokens)
+        if self._num_blocks:
+            self._fetch = self._fetched(new_tokens)
 
     def prefetch(self) -> None:
         """Begins to decode the coded tokens for the next call of `update`, assuming that it adds one token."""
@@ -244,17 +242,16 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; wanted minus the number of tokens, or 0")
         if tokens_to_remove == 0 or not self.raw:
             return
-        self._fetch, history = None, self._coded()
+        self._fetch, history = None, self.history
         num_left = max(0, self.get_seq_length() + tokens_to_remove)
-        num_coded = history.num_tokens if history is not None else 0
+        num_coded = self._num_blocks * self._coder.block
         if history is not None and num_left < num_coded:
-            self._pending = None
             num_blocks, num_raw = divmod(num_left, self._coder.block)
             fetch = history.fetch(self._coder.block, range(num_blocks, num_blocks + 1))
             raw = tuple(whole[..., :num_raw, :].clone() for whole in fetch.wait())
+            self._pending, self.raw, self._num_blocks = None, raw, num_blocks
             with torch.inference_mode(False):
                 history.truncate(num_blocks)
-            self.raw = raw
             self._code_anew_if_sparse()
         else:
             self.raw = tuple(tail[..., : num_left - num_coded, :] for tail in self.raw)
@@ -291,7 +288,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         begins to code these tokens again."""
         if self.history is None or not self.history.is_sparse:
             return
-        self.raw, self._pending = self._all(), None
+        self._pending, self.raw, self._num_blocks = None, self._all(), 0
         with torch.inference_mode(False):
             self.history.truncate(0)
 
@@ -304,11 +301,11 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             copied.last_query = self.last_query
             with torch.inference_mode(False):
                 copied.history, copied.raw = coder.clone_of(self.history), tuple(tail.clone() for tail in self.raw)
+                copied._num_blocks = self._num_blocks
         return copied
 
     def __repr__(self) -> str:
-        history = self._coded()
-        coded = history.num_tokens if history is not None else 0
+        coded = self._num_blocks * self._coder.block
         return f"CompressedLayer({self.get_seq_length()} tokens, {coded} of them coded)"
 
 
