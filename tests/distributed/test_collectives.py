@@ -733,8 +733,10 @@ def test_when_coding_pays():
     assert not rates.pays(Link(25.0), small)
     assert not rates.pays(Link(250.0), large)  # the coders are not so fast
     break_even = savings / (1 / 700.0 + 1 / 1900.0)
-    assert rates.pays(Link(0.7 * break_even), large)
-    assert not rates.pays(Link(0.8 * break_even), large)  # coders and link compete before
+    assert rates.pays(Link(0.4 * break_even), large)
+    assert not rates.pays(Link(0.5 * break_even), large)  # coders and link compete before
+    integers = _links.Rates(0.829, 956.0, 745.0)  # int64 below 1,000, by the rates of an H200
+    assert integers.pays(Link(25.0), large) and not integers.pays(Link(210.0), large)
     assert rates.num_pieces(small) == 1 and 3 <= rates.num_pieces(large) <= 16
     assert rates.num_pieces(_links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
     known = _links.Load(1 << 24, 1 << 24, 1 << 24, True)  # the host has other work between such calls
