@@ -1,6 +1,6 @@
 """How long does a token take with a model whose weights `ibp.offload` streams?
 
-    python -m benchmarks.weights [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.weights [--generate] [--out DIR] [--device cpu] [--quick]
 
 It is compared with raw weights through the same hooks, weights by scheme ibp (`scheme ibp`, BF16), weights on the GPU,
 and accelerate's cpu_offload. `llm.py` has compressed weights that stay on the GPU. The model is a Llama of transformers
@@ -14,10 +14,14 @@ tokens are compared. The bits of accelerate's weights are not, because no hook s
 over the copy engine's rate, or for `prompt` 0, 1.03 times the time with weights on the GPU. With two GPUs layers take
 turns.
 
+--generate measures transformers' `generate()` alone, with a model of Llama-3-8B's shape, in BF16. The time of a token
+is the difference between answers of many and of few tokens. It keeps the other rows, and the other arms keep its rows.
+
 After the common columns, weights.csv has prompt (tokens), ms (of a token, or of the call), bound_ms, host_bytes and
 device_bytes (that weights take there, including the arena) and weight_bytes (of the raw weights). `rows` is the batch.
 """
 
+import argparse
 import inspect
 import shutil
 import statistics
@@ -58,6 +62,12 @@ LLAMA_7B = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+LLAMA_8B = LLAMA_7B | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 TINY = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -70,7 +80,10 @@ TINY = {
 CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # Each cell has (batch, prompt).
 # Tokens that are timed; FEW_TOKENS are for accelerate, which takes over a second for each.
 NUM_TOKENS, FEW_TOKENS = 6, 2
-ACCELERATE, MASKS = "accelerate cpu_offload", "scheme ibp"  # These are names of arms.
+ON_GPU, HOOKS, ACCELERATE, MASKS = "on the GPU", "raw through hooks", "accelerate cpu_offload", "scheme ibp"  # arms
+GENERATING = ", generate()"  # The names of arms that --generate measures end so.
+# --generate has this prompt, answers with these numbers of tokens, and repeats them so often.
+GENERATE_PROMPT, ANSWERS, GENERATE_TIMES = 64, (2, 12), 3
 FEW_SMS = 8  # Besides, ibp.offload's default number of SMs is measured.
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, LOAD_SECONDS = 0.90, 1.03, 10.0
@@ -85,11 +98,11 @@ def continuing(model, cache):
 
 
 class Bench:
-    """Weights of one dtype in host memory, and the models that are made with them."""
+    """Weights of one dtype and shape in host memory, and the models that are made with them."""
 
-    def __init__(self, run, dtype):
+    def __init__(self, run, dtype, shape=LLAMA_7B):
         self.run, self.dtype = run, dtype
-        self.config = transformers.LlamaConfig(**(TINY if run.quick else LLAMA_7B))
+        self.config = transformers.LlamaConfig(**(TINY if run.quick else shape))
         self.compute_dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
         self.min_bytes = 1000 if run.quick else 1 << 20
         self.state, self.sums = {}, {}
@@ -158,6 +171,19 @@ class Bench:
             self.run.sync()
             times.append(time.perf_counter() - start)
         return times, torch.cat(tokens, 1)
+
+    def seconds_an_answer(self, model, num_tokens):
+        """Returns the median seconds of an answer of num_tokens tokens by `generate()`. Checks the tokens."""
+        ids, times = self.prompt(1, GENERATE_PROMPT), []
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+        for _ in range(GENERATE_TIMES):
+            self.run.sync()
+            start = time.perf_counter()
+            tokens = model.generate(ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, **options)
+            self.run.sync()
+            times.append(time.perf_counter() - start)
+            self.check_tokens(1, GENERATE_PROMPT, tokens)
+        return statistics.median(times)
 
     @torch.inference_mode()
     def seconds_a_call(self, model, num_tokens):
@@ -261,7 +287,7 @@ def measure_streams(bench, cells):
     """Measures the arms with hooks, and weights on the GPU."""
     run = bench.run
     balance, compute = measure_on_gpu(bench, cells)
-    for arm, options in (("raw through hooks", {"scheme": "raw"}), ("ibp", {})):
+    for arm, options in ((HOOKS, {"scheme": "raw"}), ("ibp", {})):
         harness.release(run)
         with run.cell(f"{arm}, {bench.dtype}"):
             measure_stream(bench, arm, options, cells, balance, compute)
@@ -274,12 +300,12 @@ def measure_streams(bench, cells):
 def measure_on_gpu(bench, cells):
     """Measures weights on the GPU. Returns (tokens of one call, its seconds) for BF16, and zeros for other dtypes."""
     model = bench.on_gpu()
-    measure(bench, "on the GPU", model, cells)
+    measure(bench, ON_GPU, model, cells)
     balance = balanced_tokens(bench, model) if bench.dtype == torch.bfloat16 else 0
     if not balance:
         return 0, 0.0
     compute = bench.seconds_a_call(model, balance)
-    bench.add("on the GPU", max(1, balance // 1024), 0, compute)
+    bench.add(ON_GPU, max(1, balance // 1024), 0, compute)
     return balance, compute
 
 
@@ -349,6 +375,20 @@ def measure_loading(bench):
         bench.check_weights(model)
 
 
+def measure_generate(run):
+    """Measures `generate()` with weights on the GPU and in host memory, raw and coded."""
+    bench = Bench(run, torch.bfloat16, LLAMA_8B)
+    for arm, options in ((ON_GPU, None), (HOOKS, {"scheme": "raw"}), ("ibp", {})):
+        harness.release(run)
+        with run.cell(arm + GENERATING):
+            model, handle = (bench.on_gpu(), None) if options is None else bench.offloaded(**options)
+            bench.seconds_an_answer(model, ANSWERS[1])
+            few, many = (bench.seconds_an_answer(model, count) for count in ANSWERS)
+            bound = 0.0 if handle is None else link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9
+            seconds, sms = (many - few) / (ANSWERS[1] - ANSWERS[0]), STREAM_SMS if arm == "ibp" else 0
+            bench.add(arm + GENERATING, 1, GENERATE_PROMPT, seconds, handle=handle, bound=bound, sms=sms)
+
+
 def memory_directory(num_bytes):
     """Returns a directory whose files are in memory. Returns None, which stands for the place for temporary files, if
     it lacks room for num_bytes."""
@@ -371,7 +411,7 @@ def shortfalls(rows):
             share = STREAM_SHARE.get(dtype, FP8_SHARE)
             if row["sms"] == STREAM_SMS and ms * share > bound:
                 yield f"{what}, wanted {bound / share:.1f}"
-            raw = next((r for key, r in by.items() if key[:4] == ("raw through hooks", dtype, batch, prompt)), None)
+            raw = next((r for key, r in by.items() if key[:4] == (HOOKS, dtype, batch, prompt)), None)
             if row["sms"] == STREAM_SMS and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
                 yield f"{what}, {float(raw['ms']) / ms:.2f} times as fast as raw weights, wanted {RAW_FACTOR}"
         elif arm in ("ibp", "ibp, loading") and bound and ms > bound:
@@ -387,13 +427,21 @@ def shortfalls(rows):
 
 
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("weights", args, EXTRA_COLUMNS)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--generate", action="store_true")
+    found, others = own.parse_known_args(argv)
+    args = harness.parse_args(others, __doc__)
+    run = harness.Run(
+        "weights", args, EXTRA_COLUMNS, keep=lambda row: row["arm"].endswith(GENERATING) != found.generate
+    )
     if transformers is None:
         print("transformers is not installed: nothing to measure")
         return run.finish()
     cells = bench_cells(run)
     transformers.logging.set_verbosity_error()
+    if found.generate:
+        measure_generate(run)
+        return run.finish()
     with run.cell("BF16"):
         bench = Bench(run, torch.bfloat16)
         measure_streams(bench, cells)

@@ -43,6 +43,14 @@ def test_the_script_on_the_cpu(measured):
     assert all(float(row["ms"]) > 0 and float(row["gbps"]) > 0 for row in rows)
 
 
+def test_answers_by_generate(tmp_path):
+    assert weights.main(["--generate", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = {row["arm"]: row for row in lines_of(tmp_path)}
+    assert list(rows) == [arm + weights.GENERATING for arm in ARMS[:3]]
+    assert all(int(row["prompt"]) == weights.GENERATE_PROMPT and row["dtype"] == "bfloat16" for row in rows.values())
+    assert float(rows["ibp" + weights.GENERATING]["savings"]) > 0.28
+
+
 def test_what_weights_take(measured):
     rows = {(row["arm"], row["dtype"]): row for row in lines_of(measured[1])}
     for (arm, dtype), row in rows.items():
