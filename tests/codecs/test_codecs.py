@@ -7,7 +7,6 @@ import io
 import pickle
 import sys
 import types
-import zlib
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 import ibp
 import reference_files
+from fake_nvcomp import FakeCodec, as_array
 from helpers import assert_same_bits, bytes_of
 from ibp._cli.main import main
 from ibp._files import FileWriter
@@ -351,51 +351,9 @@ def test_the_command_line(tmp_path, capsys):
 # ---- nvCOMP ---------------------------------------------------------------------------------------------------------
 
 
-class FakeCodec:
-    """What nvCOMP's package offers, by zlib and on the CPU: floats as such leave all but their last byte as it is."""
-
-    def __init__(self, *, algorithm, device_id, cuda_stream, uncomp_chunk_size, data_type="|u1"):
-        self.size = int(data_type[-1]) if data_type[1] == "f" else 0
-
-    def get_max_comp_buffer_size(self, array):
-        return 2 * array.data.numel() + 1024
-
-    def compression_config(self, num_bytes):
-        return num_bytes
-
-    def decompression_config(self, coding):
-        return coding
-
-    def encode(self, array, out, compression_config):
-        data = array.data.numpy()
-        if self.size:
-            exponents = zlib.compress(data[self.size - 1 :: self.size].tobytes())
-            others = np.delete(data.reshape(-1, self.size), self.size - 1, axis=1).tobytes()
-            coded = len(exponents).to_bytes(8, "little") + exponents + others
-        else:
-            coded = zlib.compress(data.tobytes())
-        out.data[: len(coded)] = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
-        out.buffer_size = len(coded)
-
-    def decode(self, array, out, decompression_config):
-        data = array.data.numpy().tobytes()
-        if self.size:
-            end = 8 + int.from_bytes(data[:8], "little")
-            whole = np.empty((decompression_config // self.size, self.size), np.uint8)
-            whole[:, -1] = np.frombuffer(zlib.decompress(data[8:end]), np.uint8)
-            others = whole[:, :-1].size
-            whole[:, :-1] = np.frombuffer(data[end : end + others], np.uint8).reshape(-1, self.size - 1)
-            data = whole.tobytes()
-        else:
-            data = zlib.decompressobj().decompress(data)
-        out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
 @pytest.fixture
 def fake_nvcomp(monkeypatch):
-    module = types.SimpleNamespace(
-        Codec=FakeCodec, as_array=lambda x, stream: types.SimpleNamespace(data=x.view(torch.uint8), buffer_size=0)
-    )
+    module = types.SimpleNamespace(Codec=FakeCodec, as_array=as_array)
     monkeypatch.setattr(_codec, "_module", lambda codec: module)
     monkeypatch.setattr(_codec, "stream_number", lambda device: 1)
     monkeypatch.setattr(_codec.NvComp, "device_type", "cpu")
