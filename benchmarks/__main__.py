@@ -87,6 +87,8 @@ OTHERS = {
     "densities": 220,
     "scattered": 40,
     "codec --sizes": 70,
+    "codec --joins": 30,
+    "choose --cascaded": 40,
     "spill --programs": 90,
     "spill --managed": 20,
     "spill --peer": 40,

@@ -1,6 +1,6 @@
 """Which coding gets a tensor over a link the soonest, and does `ibp.codecs.choose` choose it?
 
-    python -m benchmarks.choose [--out DIR] [--data DIR] [--sets NAME,NAME] [--device cpu] [--quick]
+    python -m benchmarks.choose [--out DIR] [--data DIR] [--sets NAME,NAME] [--cascaded] [--device cpu] [--quick]
 
 The sets are those of ratio.csv and typed columns, some of them like columns of mortgage reports. On a GPU each set is
 repeated to 256 MiB. For each candidate this measures, with the wall clock, the times for encoding and decoding the
@@ -14,6 +14,13 @@ predicted times.
 
 `--sets dates,K-cache` measures only the named sets, and keeps the CSV's rows of other sets that are from the same
 machine.
+
+`--cascaded` only measures nvCOMP's Cascaded by its options on the typed columns of integers, in 20 s. Other runs keep
+these rows, and this one keeps all others, if they are from the same machine. The arms are the levels of the asymmetric
+mode (3 is the default, and above 7 nothing changes), this mode without run lengths or without differences, and the
+symmetric mode. Each calls one coder, with memory that was allocated before, and is timed with the wall clock;
+`nvcomp:cascaded` is whole calls of `ibp.compress` and `ibp.decompress`. The ideal is the traffic of a device copy of
+the same tensor. If the package refuses an option, the reason is printed, and there is no row.
 """
 
 import argparse
@@ -21,13 +28,17 @@ import math
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 import ibp
+from ibp._rows.geometry import bytes_of
 from ibp.codecs import _compressing as choosing
+from ibp.codecs._codec import CHUNK_BYTES, CODECS, Coder, stream_number
 
-from . import harness, inputs, sets
+from . import harness, ideal, inputs, sets
+from .ratio import nvcomp
 
 COLUMNS = (
     "stored_bytes,encode_us,decode_us,predicted_bytes,predicted_encode_us,predicted_decode_us,"
@@ -41,6 +52,8 @@ ROUNDS = 3  # The candidates are measured in turn, in this many rounds.
 STEADY_S = 20e-3  # If encoding and decoding take more seconds than this, they are measured once.
 HOPELESS = 3.0  # Candidates that take this many times as long as the best one over every link are left out.
 OFTEN = ", fetched often"
+CASCADED = "nvcomp:cascaded, "  # The names of arms of --cascaded begin with this text.
+LEVELS = (1, 2, 3, 7)  # These are the measured levels of Cascaded's asymmetric mode.
 
 
 # ---- sets ----------------------------------------------------------------------------------------------------------
@@ -64,6 +77,11 @@ def strings(count, generator):
     lengths = torch.randint(3, 16, (1000, 1), generator=generator)
     words.masked_fill_(torch.arange(16) >= lengths, ord(" "))
     return words[torch.multinomial(1 / torch.arange(1.0, 1001), count // 8, replacement=True, generator=generator)]
+
+
+def strings_as_words(count, generator):
+    """Returns int32 [n, 4]: the bytes of `strings`, four in an element."""
+    return strings(count, generator).view(torch.int32)
 
 
 LOAN_COLUMNS = ("loan rate", "loan balance", "loan age", "loan month", "loan delinquency")
@@ -102,16 +120,22 @@ TYPED = (
     ("sorted ids with runs", sorted_ids, DATA_BYTES // 8),
     ("dates", dates, 1 << 21),
     ("strings", strings, 1 << 21),
+    ("strings as int32", strings_as_words, 1 << 21),
     *((name, loan_column(name), 1 << 21) for name in LOAN_COLUMNS),
 )
 SHOWN = ("normal 0.02", "citeseer", *(name for name, _, _ in TYPED))  # Every candidate is measured on these sets.
 
 
+def typed_columns(args):
+    """Yields (name, tensor) of each typed column."""
+    for name, make, items in TYPED:
+        yield name, make(QUICK_ITEMS if args.quick else items, torch.Generator().manual_seed(0))
+
+
 def tensors(args):
     """Yields (name, tensor) of each set. The first set of every name comes first, so that a run that is stopped has
     seen most kinds. Sets of several tensors are left out, because another set has the same bytes."""
-    for name, make, items in TYPED:
-        yield name, make(QUICK_ITEMS if args.quick else items, torch.Generator().manual_seed(0))
+    yield from typed_columns(args)
     met, others = set(), []
     for found in sets.all_sets(args.data, args.quick):
         if len(found.tensors) != 1:
@@ -220,6 +244,80 @@ def add_choice(run, common, num_bytes, found, real):
     )
 
 
+# ---- Cascaded by its options ---------------------------------------------------------------------------------------
+
+
+def cascaded_options(dtype):
+    """Returns {end of an arm's name: options of nvCOMP's Cascaded} for integers of a dtype. The asymmetric mode needs
+    frames of reference (`FOR`). The symmetric mode is for integers of four and eight bytes."""
+    encoding = nvcomp.CascadedFineGrainedEncoding
+    found = {f"level {level}": {"compression_level": level} for level in LEVELS}
+    found["no differences"] = {"fine_grained_encodings": encoding.RLE | encoding.FOR}
+    found["no run lengths"] = {"fine_grained_encodings": encoding.DELTA | encoding.FOR}
+    if dtype.itemsize in (4, 8):
+        found["symmetric"] = {
+            "mode": nvcomp.CascadedMode.SYMMETRIC,
+            "fine_grained_encodings": encoding.DELTA | encoding.RLE | encoding.FOR,
+        }
+    return found
+
+
+def cascaded_coder(x, options):
+    """Returns a coder of nvCOMP's Cascaded on the current stream, as `ibp.compress` uses it but for the options."""
+    codec = CODECS["nvcomp:cascaded"]
+    of = codec.require(), codec.kind, codec.types(x.dtype)[0], CHUNK_BYTES
+    return Coder(*of, x.device.index, stream_number(x.device), **options)
+
+
+def measure_cascaded(run, name, x):
+    what, data, out = f"{name} {harness.dtype_name(x.dtype)}", bytes_of(x), torch.empty_like(x)
+    copy_gbps = x.nbytes * 1e-9 / run.seconds([lambda: out.copy_(x)])
+    for end, options in cascaded_options(x.dtype).items():
+        arm = CASCADED + end
+        with run.cell(f"{what}, {arm}"):
+            try:
+                coder = cascaded_coder(x, options)
+                room = coder.room(data)
+                coded = coder.encode(data, room).clone()
+            except (TypeError, ValueError, RuntimeError) as error:
+                print(f"{what}, {arm}: nvCOMP refuses this: {error}", flush=True)
+                continue
+            harness.poison(out)
+            coder.decode(coded, bytes_of(out))
+            harness.check_bits(out, x, f"{what}, {arm}")
+            encode_s = run.seconds([partial(coder.encode, data, room)], wall=True)
+            decode_s = run.seconds([partial(coder.decode, coded, bytes_of(out))], wall=True)
+            moved_bytes = 2 * (x.nbytes + coded.numel())  # Each direction reads the one and writes the other.
+            run.add(
+                case=name,
+                rows=len(x),
+                row_bytes=x.nbytes // len(x),
+                dtype=x.dtype,
+                sms=None,
+                arm=arm,
+                savings=1 - coded.numel() / x.nbytes,
+                gbps=x.nbytes * 1e-9 / (encode_s + decode_s),
+                ideal_gbps=ideal.device_gbps(x.nbytes, moved_bytes, copy_gbps),
+                stored_bytes=coded.numel(),
+                encode_us=us(encode_s),
+                decode_us=us(decode_s),
+            )
+
+
+def run_cascaded(run, columns):
+    """Measures Cascaded by its options on the columns of integers. columns: (name, tensor) of each typed column."""
+    if not (nvcomp and run.on_gpu):
+        print("nvCOMP: " + ("the package nvidia-nvcomp-cu13 is not installed" if run.on_gpu else "needs --device cuda"))
+        return
+    for name, x in columns:
+        if not x.is_floating_point():
+            with run.cell(name):
+                measure_cascaded(run, name, on_device(run, x))
+
+
+# ---- judging -------------------------------------------------------------------------------------------------------
+
+
 def shortfalls(rows):
     """Returns lines that say where the choice loses too much."""
     costs = {(row["case"], row["dtype"], row["arm"]): row for row in rows if not row.get("loss")}
@@ -242,22 +340,27 @@ def shortfalls(rows):
     ]
 
 
-def named(argv):
-    """Returns (names of the sets to measure, None for all; the other arguments)."""
+def main(argv=None):
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--sets", type=lambda text: text.split(","))
-    found, others = parser.parse_known_args(argv)
-    return found.sets, others
-
-
-def main(argv=None):
-    names, others = named(argv)
+    parser.add_argument("--cascaded", action="store_true")
+    only, others = parser.parse_known_args(argv)
     args = harness.parse_args(others, __doc__)
-    run = harness.Run("choose", args, COLUMNS, keep=lambda row: names is not None and row["case"] not in names)
+
+    def is_measured(name):
+        return only.sets is None or name in only.sets
+
+    def is_kept(row):
+        return row["arm"].startswith(CASCADED) != only.cascaded or not is_measured(row["case"])
+
+    run = harness.Run("choose", args, COLUMNS, keep=is_kept)
     torch.manual_seed(0)
-    for name, x in tensors(args):
-        if names is not None and name not in names:
-            continue
+    found = typed_columns(args) if only.cascaded else tensors(args)
+    found = ((name, x) for name, x in found if is_measured(name))
+    if only.cascaded:
+        run_cascaded(run, found)
+        return run.finish()
+    for name, x in found:
         what, start = f"{name} {harness.dtype_name(x.dtype)}", time.perf_counter()
         with run.cell(what):
             measure_set(run, name, on_device(run, x))

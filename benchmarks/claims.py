@@ -20,6 +20,7 @@ from functools import partial
 from . import (
     activations,
     charts,
+    choose,
     codec,
     compress,
     dcp,
@@ -104,6 +105,12 @@ def rows_name(row):
 def arm_name(row):
     """Returns the arm, and the number of SMs that it may use if that is not all."""
     return row["arm"] + (f", {row['sms']} SMs" if 0 < row["sms"] < row["most"] else "")
+
+
+def coding_rates(row):
+    """Returns GB/s of encoding and of decoding, of a row of choose.csv."""
+    times = row["encode_us"], row["decode_us"]
+    return ", ".join(number(row["rows"] * row["row_bytes"] / us * 1e-3) for us in times)
 
 
 def with_bound(row):
@@ -357,6 +364,17 @@ TABLES = (
         judged,
         lambda row: row["case"].startswith(codec.SIZED),
         lambda row: f"{row['rows'] * row['row_bytes'] >> 20:,} MiB",
+    ),
+    Table(
+        "",
+        "codec",
+        f"Decoding to memory that begins at an aligned address, or one element after it; {GBPS}",
+        {
+            "data": lambda row: f"{row['case'].removeprefix(codec.JOINS)} {kind(row)}",
+            "MiB": lambda row: f"{row['rows'] * row['row_bytes'] >> 20:,}",
+        },
+        judged,
+        lambda row: row["case"].startswith(codec.JOINS),
     ),
     Table(
         "",
@@ -1115,8 +1133,17 @@ TABLES = (
         "Each candidate: savings, and GB/s of coding and decoding together",
         {"set": rows_name},
         lambda row: f"{percent(row['savings'])}, {number(row['gbps'])}",
-        lambda row: not row["chosen"],
+        lambda row: not row["chosen"] and not row["arm"].startswith(choose.CASCADED),
         across=cell("arm"),
+    ),
+    Table(
+        "",
+        "choose",
+        "nvCOMP's Cascaded by its options, from one coder: times smaller, and GB/s of coding and of decoding",
+        {"set": rows_name},
+        lambda row: f"{1 / (1 - row['savings']):.2f}, {coding_rates(row)}",
+        lambda row: row["arm"].startswith(choose.CASCADED),
+        across=lambda row: row["arm"].removeprefix(choose.CASCADED),
     ),
     Table(
         "Savings",

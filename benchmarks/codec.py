@@ -1,6 +1,6 @@
 """How fast are decoding, encoding and analysis in device memory, compared with a device copy, a memset and nvCOMP?
 
-    python -m benchmarks.codec [--out DIR] [--nvcomp | --sizes] [--device cpu] [--quick]
+    python -m benchmarks.codec [--out DIR] [--nvcomp | --sizes | --joins] [--device cpu] [--quick]
 
 Tables have 256 MiB, several times the L2 cache. One has 4 GiB, beside which the fixed costs of compression and analysis
 are small; another has 1 GiB in host memory. GB/s count original bytes, those of the copy the bytes copied. `decode` is
@@ -10,7 +10,8 @@ memory that was allocated before. If decoding is slower than its target, it is p
 
 `--nvcomp` measures only nvCOMP's arms, in 20 s, and keeps the other rows if they are of the same machine. `--sizes`
 does the same for floats of every kind in tables of 1 MiB to 1 GiB (the curves of DietGPU's report) and for its
-simulations.
+simulations. `--joins` does it for decoding to memory that begins one element after an aligned address, so that no row
+begins at one, beside aligned memory (DietGPU's report, section 3.2), in 15 s.
 """
 
 import argparse
@@ -47,6 +48,9 @@ ANALYSES = {"analyze": ONE_THRESHOLD, "analyze, sweep": {"sample": SWEEP_SAMPLE}
 FEWEST_SMS = 4
 SIZED = "by size: "  # The names of cases of --sizes begin with this text.
 SIZES, QUICK_SIZES = (1, 4, 16, 64, 256, 1024), (1,)  # The sizes are in MiB.
+JOINS = "joins: "  # The names of cases of --joins begin with this text.
+JOINED_SIZES = (1, 16, 256)  # These sizes are in MiB.
+JOINED = (inputs.NORMAL[0], ("normal 1", torch.float8_e4m3fn, 1.0))
 HALF_ZEROS = "half zeros"
 SIZED_KINDS = ("normal", HALF_ZEROS)
 SIZED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -381,6 +385,25 @@ def measure_sized(run, rates, kind, x):
     measure_encode(case, table, moved_bytes)
 
 
+def run_joins(run, rates):
+    """Measures decoding to aligned memory and to memory that begins one element later, by tables of planes in slots."""
+    for (name, dtype, deviation), mib in itertools.product(JOINED, QUICK_SIZES if run.quick else JOINED_SIZES):
+        with run.cell(f"{JOINS}{name} {harness.dtype_name(dtype)}, {mib} MiB"):
+            columns = ANALYZED_ROW_BYTES // dtype.itemsize
+            x = inputs.normal_rows(mib * inputs.MIB, dtype, deviation, run.device, columns=columns)
+            codebook = ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE)
+            measure_joins(Case(run, rates, JOINS + name, x), ibp.compress(x, codebook=codebook, layout="slots"))
+
+
+def measure_joins(case, table):
+    case.kind, moved_bytes = kind_of(table.codebook), read_bytes(table) + case.num_bytes
+    ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, case.rates.copy_gbps, case.rates.memset_gbps)
+    for first, arm in enumerate(("decode, aligned", "decode, one element off")):
+        case.out = case.x.new_empty(case.x.numel() + first)[first:].view(case.x.shape)
+        case.check(table, arm)
+        case.time(arm, lambda: ibp.decompress(table, out=case.out), table.savings, ideal_gbps)
+
+
 def run_large(run, rates):
     """Measures what compression and analysis cost for a large table, on the GPU and from host memory."""
     if run.quick or not run.on_gpu or run.every > 1:
@@ -490,20 +513,23 @@ def shortfalls(rows):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--nvcomp", action="store_true")
-    parser.add_argument("--sizes", action="store_true")
+    parts = parser.add_mutually_exclusive_group()
+    for part in ("--nvcomp", "--sizes", "--joins"):
+        parts.add_argument(part, action="store_true")
     only, others = parser.parse_known_args(argv)
     args = harness.parse_args(others, __doc__)
 
     def is_kept(row):
-        is_sized = row["case"].startswith(SIZED)
-        return not is_sized if only.sizes else is_sized or (only.nvcomp and not row["arm"].startswith("nvcomp"))
+        if only.sizes or only.joins:
+            return not row["case"].startswith(SIZED if only.sizes else JOINS)
+        return row["case"].startswith((SIZED, JOINS)) or (only.nvcomp and not row["arm"].startswith("nvcomp"))
 
     run = harness.Run("codec", args, keep=is_kept)
     torch.manual_seed(0)
-    rates = DeviceRates(run, record=not (only.nvcomp or only.sizes))
-    if only.sizes:
-        run_sizes(run, rates)
+    rates = DeviceRates(run, record=not (only.nvcomp or only.sizes or only.joins))
+    if only.sizes or only.joins:
+        measure = run_sizes if only.sizes else run_joins
+        measure(run, rates)
         return run.finish()
     if not only.nvcomp:
         run_normal(run, rates)

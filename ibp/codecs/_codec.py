@@ -270,14 +270,9 @@ _ALGORITHMS = {  # nvCOMP's names of the codecs, by their names in schemes
     "zstd": "Zstd",
 }
 _TYPED = ("bitcomp", "cascaded")  # codecs that work on whole elements, not on bytes
-# The variants of codecs: the strings that can follow the name of a codec in a scheme, to say how the codec codes. ANS
-# codes floats as floats or as bytes. Cascaded applies a number of run-length encodings (r) and of delta encodings (d),
-# and packs bits (b1) or does not (b0); its default is r2d1b1. Its chunks record how they were coded, so one decoder
-# decodes the chunks of all variants.
-_VARIANTS = {
-    "ans": ("floats", "bytes"),
-    "cascaded": ("r0d0b1", "r0d1b1", "r1d0b0", "r1d0b1", "r1d1b1", "r2d0b1", "r2d1b0"),
-}
+# The variants of ANS: the strings that can follow its name in a scheme, to say whether it codes floats as floats or as
+# bytes. The other codecs have no variants.
+_VARIANTS = ("floats", "bytes")
 _SAMPLE_BYTES = 4 << 20  # size in bytes of the sample of a tensor on which ANS is tried with floats and with bytes
 _HUNGRY = ("deflate", "gdeflate", "zstd")  # coding with these needs several times a block's size of additional memory
 # Limit in bytes of a block before coding: for most codecs, and for those in _HUNGRY.
@@ -303,8 +298,8 @@ class NvComp(GeneralCodec):
     option_names = (_CHUNK, _TYPE)
 
     def __init__(self, kind: str, variant: str = "") -> None:
-        """Makes a codec. kind: a key of `_ALGORITHMS`. variant: one of the kind's variants in `_VARIANTS`, or "" for
-        the default."""
+        """Makes a codec. kind: a key of `_ALGORITHMS`. variant: for ANS one of `_VARIANTS`, or "", which leaves the
+        choice to a sample."""
         self.kind, self.name, self._variant = kind, f"nvcomp:{kind}", variant
 
     def require(self) -> ModuleType:
@@ -313,18 +308,10 @@ class NvComp(GeneralCodec):
     def variant(self, text: str) -> NvComp | None:
         if text.removeprefix("-").isdecimal():
             raise ValueError(f"the scheme is '{self.name}:{text}', but {self.name!r} has no levels")
-        return NvComp(self.kind, text) if text in _VARIANTS.get(self.kind, ()) else None
+        return NvComp(self.kind, text) if self.kind == "ans" and text in _VARIANTS else None
 
     def tried_variants(self, dtype: torch.dtype) -> Sequence[str]:
-        if self.kind == "ans" and len(self.types(dtype)) > 1:
-            return _VARIANTS["ans"]
-        if (
-            self.kind == "cascaded"
-            and not self._variant
-            and "num_rles" in (self.require().Codec.__init__.__doc__ or "")
-        ):
-            return ["", *_VARIANTS["cascaded"]]
-        return [""]
+        return _VARIANTS if len(self.types(dtype)) > 1 else [""]
 
     def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
         chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
@@ -374,7 +361,7 @@ class NvComp(GeneralCodec):
         elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
-            found = {"floats": f"<f{size}", "bytes": "|u1"}
+            found = dict(zip(_VARIANTS, (f"<f{size}", "|u1")))
             return (found[self._variant],) if self._variant else tuple(found.values())
         return (f"<u{size}" if self.kind in _TYPED and size > 1 else "|u1",)
 
@@ -410,8 +397,7 @@ class NvComp(GeneralCodec):
 
     def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
         """Returns the coder for the current stream of a device."""
-        cascade = self._variant if self.kind == "cascaded" else ""
-        return _coder(self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device), cascade)
+        return _coder(self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
 
 
 class Coder:
@@ -492,13 +478,9 @@ def _padded(coded: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(_MOST_CODERS)
-def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int, cascade: str) -> Coder:
-    """Returns one of the _MOST_CODERS most recently used coders, or a new coder. cascade: a variant of Cascaded, or
-    ""."""
-    policies = {}
-    if cascade:  # such as "r1d0b1"
-        policies = {"num_rles": int(cascade[1]), "num_deltas": int(cascade[3]), "use_bitpack": cascade[5] == "1"}
-    return Coder(_module(f"nvcomp:{kind}"), kind, data_type, chunk_bytes, device_index, stream, **policies)
+def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int) -> Coder:
+    """Returns one of the _MOST_CODERS most recently used coders, or a new coder."""
+    return Coder(_module(f"nvcomp:{kind}"), kind, data_type, chunk_bytes, device_index, stream)
 
 
 def forget_coders() -> None:

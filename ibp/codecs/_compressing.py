@@ -123,11 +123,10 @@ def compress(
             ("zstd:9"). On a GPU there are nvCOMP's "nvcomp:ans", "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate",
             "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". "nvcomp:ans" codes floats as floats or
             as bytes, whichever takes fewer bytes for a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" select one of
-            the two. "nvcomp:cascaded" has two run-length encodings, one delta encoding and packed bits;
-            "nvcomp:cascaded:r1d0b1" asks for one run-length encoding, no delta encoding and packed bits. With a general
-            codec the result is an `ibp.codecs.WholeTensor`, and the arguments for rows are refused. An
-            `ibp.codecs.Choice` (see `ibp.codecs.choose`) stands for its scheme and codebook. Its tables are packed, or
-            have slots if `choose` was called with rows=True.
+            the two. "nvcomp:cascaded" packs bits, and chooses by itself for each of its internal chunks whether it
+            codes run lengths and differences first. With a general codec the result is an `ibp.codecs.WholeTensor`, and
+            the arguments for rows are refused. An `ibp.codecs.Choice` (see `ibp.codecs.choose`) stands for its scheme
+            and codebook. Its tables are packed, or have slots if `choose` was called with rows=True.
         chunk_bytes, tau: as in `analyze`. They imply scheme "ibp", and are ignored if a codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
@@ -384,8 +383,8 @@ def choose(
         rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and
             stored_bytes is the number of bytes that are moved if every row is fetched once.
         schemes: the candidates in addition to "raw": any of "planes", "ibp" and the general codecs, such as "zstd:9".
-            None: all available schemes, with general codecs at their default levels. nvCOMP's ANS and Cascaded are
-            tried in several variants, such as "nvcomp:ans:bytes" and "nvcomp:cascaded:r1d0b1" (see `ibp.compress`).
+            None: all available schemes, with general codecs at their default levels. nvCOMP's ANS is tried on floats
+            in two variants, "nvcomp:ans:floats" and "nvcomp:ans:bytes" (see `ibp.compress`).
 
     Returns:
         `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate. To code a tensor

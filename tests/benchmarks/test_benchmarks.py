@@ -4,6 +4,7 @@ import collections
 import contextlib
 import csv
 import ctypes
+import enum
 import itertools
 import math
 import os
@@ -23,6 +24,8 @@ from benchmarks import (
     activations,
     changes,
     checkpoints,
+    choose,
+    claims,
     codec,
     compress,
     cpu,
@@ -53,6 +56,8 @@ from benchmarks import (
     stream,
 )
 from benchmarks.cpu_gather import PipelinedGather
+from fake_nvcomp import FakeCodec, as_array
+from ibp.codecs import _codec
 
 
 def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offset=0):
@@ -489,14 +494,114 @@ def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
     run_on_cpu(tmp_path, "codec").add(case="normal 1", arm="decode", **same)
     monkeypatch.setattr(codec, "run_nvcomp", lambda run, *others, call=codec.run_nvcomp: call(on_gpu(run), *others))
 
-    def on_gpu(run):
-        run.on_gpu, run.sync = True, lambda: None
-        return run
-
     names = [*(name for name, _, _ in inputs.NORMAL), "few"]
     arms = [f"nvcomp ANS {what}{policy}" for policy in ("", ", latency") for what in ("decode", "compress")]
     wanted = [(name, arm) for name in names for arm in arms]
     assert measured() == measured() == [("normal 1", "decode"), *wanted]
+
+
+def on_gpu(run):
+    run.on_gpu, run.sync = True, lambda: None
+    return run
+
+
+def test_joins_alone_keep_the_rows_of_others(tmp_path, monkeypatch):
+    """Tables are decoded to an aligned address and to one that is an element off, and wrong bits are found."""
+    found, decompress = set(), ibp.decompress
+    same = dict(rows=1, row_bytes=1, savings=0, gbps=1, ideal_gbps=1, sms=0)
+    run_on_cpu(tmp_path, "codec").add(case="normal 1", arm="decode", dtype=torch.int8, **same)
+
+    def noted(table, out):
+        found.add((out.dtype, out.data_ptr() % 64))
+        return decompress(table, out=out)
+
+    monkeypatch.setattr(ibp, "decompress", noted)
+    argv = ["--device", "cpu", "--quick", "--joins", "--out", str(tmp_path)]
+    assert codec.main(argv) == codec.main(argv) == 0
+    assert found == {(dtype, off) for _, dtype, _ in codec.JOINED for off in (0, dtype.itemsize)}
+    other, *rows = reading.read(tmp_path / "codec.csv")
+    assert other["case"] == "normal 1" and [(row["case"], row["dtype"], row["arm"]) for row in rows] == [
+        (codec.JOINS + name, harness.dtype_name(dtype), f"planes decode, {where}")
+        for name, dtype, _ in codec.JOINED
+        for where in ("aligned", "one element off")
+    ]
+    assert all(row["rows"] * row["row_bytes"] == 1 << 20 and 0.1 < row["savings"] < 0.5 for row in rows)
+    monkeypatch.setattr(ibp, "decompress", lambda table, out: out.copy_(noted(table, out).roll(1, 0)))
+    assert codec.main(argv) == 1
+
+
+@pytest.fixture
+def fake_cascaded(monkeypatch):
+    """A codec by zlib stands in for nvCOMP's Cascaded, and the CPU for a GPU. Returns the options of the codecs that
+    were made. Level 7 is refused."""
+    made = []
+
+    class Cascaded(FakeCodec):
+        def __init__(self, *, algorithm, device_id, cuda_stream, uncomp_chunk_size, data_type, **options):
+            if options.get("compression_level") == 7:
+                raise ValueError("there is no level 7")
+            made.append((algorithm, uncomp_chunk_size, data_type, options))
+            super().__init__(
+                algorithm=algorithm, device_id=device_id, cuda_stream=cuda_stream, uncomp_chunk_size=uncomp_chunk_size
+            )
+
+    module = types.SimpleNamespace(
+        Codec=Cascaded,
+        as_array=as_array,
+        CascadedMode=enum.Enum("CascadedMode", {"ASYMMETRIC": 1, "SYMMETRIC": 2}),
+        CascadedFineGrainedEncoding=enum.IntFlag("CascadedFineGrainedEncoding", {"DELTA": 1, "RLE": 2, "FOR": 4}),
+    )
+    monkeypatch.setattr(choose, "nvcomp", module)
+    monkeypatch.setattr(_codec, "_module", lambda codec: module)
+    monkeypatch.setattr(choose, "stream_number", lambda device: 1)
+    monkeypatch.setattr(harness.Run, "seconds", lambda run, calls, wall=False: [call() for call in calls] and 1.0)
+    run_cascaded = choose.run_cascaded
+    monkeypatch.setattr(choose, "run_cascaded", lambda run, columns: run_cascaded(on_gpu(run), columns))
+    return made
+
+
+def test_cascaded_alone_keeps_the_rows_of_others(fake_cascaded, tmp_path, capsys):
+    """Integers of every size are coded by every option that there is for them. Rows of other sets and arms stay."""
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert choose.main([*argv, "--sets", "dates"]) == 0
+    others = reading.read(tmp_path / "choose.csv")
+    assert {row["arm"] for row in others} >= {"planes", "choice at 6 GB/s"}
+    assert choose.main([*argv, "--cascaded"]) == choose.main([*argv, "--cascaded", "--sets", "dates"]) == 0
+    rows = reading.read(tmp_path / "choose.csv")
+    assert rows[: len(others)] == others
+    sizes = {"sorted ids with runs": 8, "dates": 4, "strings": 1, "strings as int32": 4, "loan age": 4}
+    sizes |= {"loan month": 4, "loan delinquency": 1}
+    ends = ["level 1", "level 2", "level 3", "no differences", "no run lengths", "symmetric"]
+    arms = {(name, choose.CASCADED + end) for name, size in sizes.items() for end in ends[: 6 if size > 1 else 5]}
+    assert {(row["case"], row["arm"]) for row in rows[len(others) :]} == arms and len(rows) == len(others) + len(arms)
+    for row in rows[len(others) :]:
+        assert abs(1 - row["stored_bytes"] / (row["rows"] * row["row_bytes"]) - row["savings"]) < 1e-4
+        assert row["encode_us"] == row["decode_us"] == 1e6 and row["gbps"] > 0 and row["chosen"] is None
+    assert "dates int32, nvcomp:cascaded, level 7: nvCOMP refuses this: there is no level 7" in capsys.readouterr().out
+    assert {options[:2] for options in fake_cascaded} == {("Cascaded", 65536)}
+    assert {options[2] for options in fake_cascaded} == {"|u1", "<u4", "<u8"}
+    symmetric = [options for *_, data_type, options in fake_cascaded if "mode" in options and data_type == "<u8"]
+    assert symmetric == [{"mode": choose.nvcomp.CascadedMode.SYMMETRIC, "fine_grained_encodings": 7}]
+    masks = {options.get("fine_grained_encodings") for *_, options in fake_cascaded}
+    assert masks == {None, 5, 6, 7}
+    *_, candidates, options = (table for table in claims.TABLES if table.csv == "choose")
+    heads = options.markdown(reading.Results(tmp_path)).split("\n")[0].strip("| ").split(" | ")
+    assert heads == ["set", *ends] and "level" not in candidates.markdown(reading.Results(tmp_path))
+    assert choose.main([*argv, "--sets", "strings as int32"]) == 0
+    again = reading.read(tmp_path / "choose.csv")
+    assert again[: len(rows)] == rows and {row["case"] for row in again[len(rows) :]} == {"strings as int32"}
+
+
+def test_wrong_bits_of_cascaded_are_no_row(fake_cascaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeCodec, "decode", lambda self, array, out, decompression_config: out.zero_())
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--cascaded", "--sets", "dates"]
+    assert choose.main(argv) == 1 and reading.read(tmp_path / "choose.csv") == []
+
+
+def test_strings_as_words_are_the_same_bytes():
+    makers = choose.strings_as_words, choose.strings
+    words, text = (make(1 << 10, torch.Generator().manual_seed(0)) for make in makers)
+    assert words.dtype == torch.int32 and words.shape == (128, 4) and torch.equal(words.view(torch.uint8), text)
 
 
 # ---- overlap -------------------------------------------------------------------------------------------------------

@@ -243,7 +243,8 @@ def test_rates_by_size_stand_beside_the_others(tmp_path):
     assert len(sized) == 2 * 4 * 2 + 2 * 2 and 0 < len(rows) - len(sized) and rows[-1] == sized[-1]
     assert [row["arm"] for row in sized[:2]] == ["planes decode", "planes encode"]
     tables = [table for table in claims.TABLES if table.csv == "codec"]
-    plain, by_size = (table.rows(reading.Results(tmp_path)) for table in tables)
+    plain, by_size, joined = (table.rows(reading.Results(tmp_path)) for table in tables)
+    assert joined == []
     assert len(by_size) == len(sized) and not any(row["case"].startswith(codec.SIZED) for row in plain)
     assert tables[1].markdown(reading.Results(tmp_path)).split("\n")[0] == "| data, way | 1 MiB |"
 

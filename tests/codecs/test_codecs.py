@@ -7,7 +7,6 @@ import io
 import pickle
 import sys
 import types
-import zlib
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 import ibp
 import reference_files
+from fake_nvcomp import FakeCodec, as_array
 from helpers import assert_same_bits, bytes_of
 from ibp._cli.main import main
 from ibp._files import FileWriter
@@ -151,7 +151,7 @@ def test_rows_are_refused():
         ("zstd:99", {}, "the level of 'zstd' is 99; wanted -100 to 22"),
         ("lz4:0", {}, "the level of 'lz4' is 0; wanted 1 to 12"),
         ("nvcomp:ans:3", {}, "has no levels"),
-        ("nvcomp:cascaded:r9d0b1", {}, "wanted one of"),
+        ("nvcomp:cascaded:r1d0b1", {}, "wanted one of"),
         ("nvcomp:lz4:bytes", {}, "wanted one of"),
         ("zstd", {"chunk_bytes": 100}, "chunk_bytes is 100; 'zstd' takes a multiple of 8 from 4096"),
         ("nvcomp:ans", {"chunk_bytes": 100}, "chunk_bytes is 100; 'nvcomp:ans' takes a multiple of 16"),
@@ -351,59 +351,9 @@ def test_the_command_line(tmp_path, capsys):
 # ---- nvCOMP ---------------------------------------------------------------------------------------------------------
 
 
-cascades = []  # the run lengths, deltas and packed bits that codecs were made with
-
-
-class FakeCodec:
-    """What nvCOMP's package offers, by zlib and on the CPU: floats as such leave all but their last byte as it is, and
-    one way of Cascaded saves more than others."""
-
-    def __init__(self, *, algorithm, device_id, cuda_stream, uncomp_chunk_size, data_type="|u1", **cascade):
-        self.size = int(data_type[-1]) if data_type[1] == "f" else 0
-        self.level = -1
-        if cascade:
-            cascades.append(cascade)
-            self.level = 9 if cascade == {"num_rles": 1, "num_deltas": 0, "use_bitpack": True} else 1
-
-    def get_max_comp_buffer_size(self, array):
-        return 2 * array.data.numel() + 1024
-
-    def compression_config(self, num_bytes):
-        return num_bytes
-
-    def decompression_config(self, coding):
-        return coding
-
-    def encode(self, array, out, compression_config):
-        data = array.data.numpy()
-        if self.size:
-            exponents = zlib.compress(data[self.size - 1 :: self.size].tobytes())
-            others = np.delete(data.reshape(-1, self.size), self.size - 1, axis=1).tobytes()
-            coded = len(exponents).to_bytes(8, "little") + exponents + others
-        else:
-            coded = zlib.compress(data.tobytes(), self.level)
-        out.data[: len(coded)] = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
-        out.buffer_size = len(coded)
-
-    def decode(self, array, out, decompression_config):
-        data = array.data.numpy().tobytes()
-        if self.size:
-            end = 8 + int.from_bytes(data[:8], "little")
-            whole = np.empty((decompression_config // self.size, self.size), np.uint8)
-            whole[:, -1] = np.frombuffer(zlib.decompress(data[8:end]), np.uint8)
-            others = whole[:, :-1].size
-            whole[:, :-1] = np.frombuffer(data[end : end + others], np.uint8).reshape(-1, self.size - 1)
-            data = whole.tobytes()
-        else:
-            data = zlib.decompressobj().decompress(data)
-        out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
 @pytest.fixture
 def fake_nvcomp(monkeypatch):
-    module = types.SimpleNamespace(
-        Codec=FakeCodec, as_array=lambda x, stream: types.SimpleNamespace(data=x.view(torch.uint8), buffer_size=0)
-    )
+    module = types.SimpleNamespace(Codec=FakeCodec, as_array=as_array)
     monkeypatch.setattr(_codec, "_module", lambda codec: module)
     monkeypatch.setattr(_codec, "stream_number", lambda device: 1)
     monkeypatch.setattr(_codec.NvComp, "device_type", "cpu")
@@ -491,29 +441,6 @@ def test_choose_measures_both_types_of_ans(fake_nvcomp):
     assert {one.scheme for one in ids.table} == {"nvcomp:ans", "raw"}
 
 
-def test_choose_tries_the_parts_of_cascaded(fake_nvcomp, monkeypatch):
-    """Where the package takes them. Each variant is a candidate of its own, and the plain codec decodes it."""
-    x = torch.arange(20000) // 3
-    assert [one.scheme for one in ibp.codecs.choose(x, 1, device="cpu", schemes=["nvcomp:cascaded"]).table].count(
-        "nvcomp:cascaded"
-    ) == 1
-    monkeypatch.setattr(FakeCodec.__init__, "__doc__", "num_rles, num_deltas, use_bitpack")
-    cascades.clear()
-    found = ibp.codecs.choose(x, 1e-6, device="cpu", schemes=["nvcomp:cascaded"])
-    variants = {f"nvcomp:cascaded:{text}" for text in _codec._VARIANTS["cascaded"]}
-    assert {one.scheme for one in found.table} == {"raw", "nvcomp:cascaded", *variants}
-    assert {tuple(cascade.values()) for cascade in cascades} == {
-        (int(text[1]), int(text[3]), text[5] == "1") for text in _codec._VARIANTS["cascaded"]
-    }
-    costs = {one.scheme: one.stored_bytes for one in found.table}
-    assert costs["nvcomp:cascaded:r1d0b1"] < costs["nvcomp:cascaded:r0d0b1"]
-    whole = ibp.compress(x, scheme="nvcomp:cascaded:r1d0b1", **PAGEABLE)
-    assert whole.codec == "nvcomp:cascaded" and whole.nbytes == costs["nvcomp:cascaded:r1d0b1"]
-    assert_same_bits(whole.decompress(), x)
-    only = ibp.codecs.choose(x, 1e-6, device="cpu", schemes=["nvcomp:cascaded:r1d0b1"])
-    assert {one.scheme for one in only.table} == {"nvcomp:cascaded:r1d0b1", "raw"}
-
-
 def test_what_comes_back_otherwise_is_not_chosen(fake_nvcomp, monkeypatch):
     monkeypatch.setattr(FakeCodec, "decode", lambda self, array, out, decompression_config: out.zero_())
     found = ibp.codecs.choose(torch.arange(5000), 1e-6, device="cpu", schemes=["nvcomp:lz4"])
@@ -549,7 +476,7 @@ def test_nvcomp_keeps_every_bit_of_floats(cuda, dtype):
     x = torch.randn(150_001, generator=generator).to(dtype)
     bits = torch.randint(0, 256, (3000 * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
     x[:3000], x[3000:3004] = bits, torch.tensor([0.0, -0.0, float("nan"), 1e-40]).to(dtype)
-    for scheme in (*NVCOMP_SCHEMES, *(f"nvcomp:cascaded:{text}" for text in _codec._VARIANTS["cascaded"])):
+    for scheme in NVCOMP_SCHEMES:
         whole = ibp.compress(x.to(cuda), scheme=scheme)
         assert_same_bits(whole.decompress().cpu(), x)
         assert scheme != "nvcomp:ans" or dtype == torch.float64 or whole.savings > 0.05
