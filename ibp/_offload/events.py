@@ -55,13 +55,13 @@ from ..cache import RowCache
 from ..cache._stacks import StackFetcher
 from ..nn._experts import Calls, are_few, num_slots_for, slots_for, stand_in
 from ..nn._tables import CodedModule, guard_conversions
-from .fetcher import CudaWeightFetcher, Place, WeightFetcher
-from .plan import Group, OffloadPlan
-from .weights import Weight, refuse_copy, refuse_pickle
+from .fetcher import CudaWeightFetcher, WeightFetcher
+from .plan import OffloadPlan
+from .weights import Group, Weight, refuse_copy, refuse_pickle
 
-# A call of a module that has begun but not ended: the module, the places of the groups that it uses, and the context of
-# autograd's saved-tensor hooks (None: there are no hooks).
-Call = tuple[nn.Module, Sequence[Place], Any]
+# A call of a module that has begun but not ended: the module, the groups that it uses, and the context of autograd's
+# saved-tensor hooks (None: there are no hooks).
+Call = tuple[nn.Module, Sequence[Group], Any]
 # Functions that remove something from a model. Each function of this file that returns them has installed it.
 Undo = list[Callable[[], object]]
 Item = TypeVar("Item", bound=Hashable)
@@ -129,11 +129,11 @@ class Events:
         max_sms, lookahead: as in `ibp.offload`.
 
     Attributes:
-        lock: guards the places, and everything else that changes while the model runs.
+        lock: guards the groups, and everything else that changes while the model runs.
         thread: the calls of the model and of its modules that the current thread is in.
         fetchers: the fetcher of each device, in the order of the plan's devices.
-        places: for each group that is fetched, its `Place`: the memory that it has on its device.
-        users: for each module that uses groups, the places of these groups.
+        groups: the groups that are fetched. The others stay on their devices.
+        users: for each module that uses such groups, these groups.
         undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
         first_use, last_use: time at which the first use began, and time at which a use last began or ended, in seconds
@@ -146,12 +146,10 @@ class Events:
             (CudaWeightFetcher if device.type == "cuda" else WeightFetcher)(device, arena_bytes, max_sms)
             for device, arena_bytes in zip(plan.devices, plan.arena_bytes)
         ]
-        self.places = {
-            group: Place(group, self.fetchers[group.device_number]) for group in plan.groups if not group.stays
-        }
-        self.users: dict[nn.Module, list[Place]] = {}
+        self.groups = [group for group in plan.groups if not group.stays]
+        self.users: dict[nn.Module, list[Group]] = {}
         self.undo: Undo = []
-        self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
+        self._schedule = Schedule(self.groups)
         # For each module, its parent. The model and its children have no entry.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
         # For each weight that is read by a module other than its holder, the module that is assumed to read it.
@@ -169,27 +167,23 @@ class Events:
 
     def start(self) -> None:
         """Called when the tables of all groups have been made. Fetches the first groups."""
-        for fetcher in self.fetchers:
-            fetcher.start([place for place in self.places.values() if place.fetcher is fetcher])
+        for number, fetcher in enumerate(self.fetchers):
+            fetcher.start([group for group in self.groups if group.device_number == number])
         self._fetch_ahead()
 
     def install_use(self, module: nn.Module, groups: Sequence[Group]) -> None:
         """Installs hooks in a module, so that each of its calls uses the given groups. Groups that stay on their
         devices need no hooks."""
-        places = [self.places[group] for group in groups if group in self.places]
-        if places:
-            self.users[module] = places
+        fetched = [group for group in groups if not group.stays]
+        if fetched:
+            self.users[module] = fetched
             self.undo += on_calls(
                 module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module)
             )
 
-    def place_of(self, weight: Weight) -> Place | None:
-        """Returns the place of a weight's group, or None if the weight is not fetched with a group."""
-        return None if weight.group is None else self.places.get(weight.group)
-
     # ---- a module begins ----
 
-    def begin(self, module: nn.Module, places: Sequence[Place]) -> None:
+    def begin(self, module: nn.Module, groups: Sequence[Group]) -> None:
         """Fetches groups of weights for a call of a module, and gives the model's tensors the memory of these weights.
         If it raises an error, it ends the uses that it has begun.
 
@@ -203,18 +197,18 @@ class Events:
                 return
             saves = torch.is_grad_enabled()
             with outside_of_modes():
-                begun: list[Place] = []
+                begun: list[Group] = []
                 try:
-                    for place in places:
-                        place.fetcher.begin_use(place)
-                        begun.append(place)
-                        self._note(place)
+                    for group in groups:
+                        self.fetchers[group.device_number].begin_use(group)
+                        begun.append(group)
+                        self._note(group)
                 except BaseException:
-                    for place in begun:
-                        place.fetcher.end_use(place)
+                    for group in begun:
+                        self.fetchers[group.device_number].end_use(group)
                     raise
-                for place in begun:
-                    for weight, value in zip(place.group.weights, place.values):
+                for group in begun:
+                    for weight, value in zip(group.weights, group.values):
                         weight.bind(value)
                 saving = None
                 if saves:
@@ -225,28 +219,28 @@ class Events:
                 self.thread.calls.append((module, begun, saving))
                 self._fetch_ahead()
 
-    def note_choice(self, place: Place) -> None:
+    def note_choice(self, group: Group) -> None:
         """Records a call of a mixture that uses only some of its experts. These experts are fetched by a cache, not
         with the group. From now on, groups of experts are not fetched ahead."""
         with self.lock:
             self._uses_all_experts = False
-            self._note(place)
+            self._note(group)
 
     @contextmanager
-    def using_all(self, module: nn.Module, place: Place) -> Iterator[None]:
+    def using_all(self, module: nn.Module, group: Group) -> Iterator[None]:
         """A context for a call of a mixture that uses all of its experts. Entering it switches on fetching groups of
         experts ahead, until `note_choice` switches it off."""
         with self.lock:
             self._uses_all_experts = True
-            self.begin(module, [place])
+            self.begin(module, [group])
         try:
             yield
         finally:
             self.end(module)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, group: Group) -> None:
         """Records a use of a group."""
-        self._schedule.saw(place)
+        self._schedule.saw(group)
         self.uses += 1
         self.last_use = time.perf_counter()
         if self.first_use is None:
@@ -258,16 +252,16 @@ class Events:
         if not self._lookahead:
             return
         left, expected = [self._lookahead] * len(self.fetchers), []
-        for place in itertools.islice(self._schedule.coming(), len(self.places)):
+        for group in itertools.islice(self._schedule.coming(), len(self.groups)):
             if not any(left):
                 break
-            number, is_fetched = place.group.device_number, self._uses_all_experts or not place.group.are_experts
-            if left[number] and is_fetched and not place.uses and place not in expected:
+            number, is_fetched = group.device_number, self._uses_all_experts or not group.are_experts
+            if left[number] and is_fetched and not group.uses and group not in expected:
                 left[number] -= 1
-                expected.append(place)
+                expected.append(group)
         self._is_short = False
-        for fetcher in self.fetchers:
-            if not fetcher.fetch_ahead([place for place in expected if place.fetcher is fetcher]):
+        for number, fetcher in enumerate(self.fetchers):
+            if not fetcher.fetch_ahead([group for group in expected if group.device_number == number]):
                 self._is_short = True
 
     # ---- a module ends ----
@@ -284,13 +278,13 @@ class Events:
 
     def _end(self, call: Call) -> None:
         """Ends the uses of a call. Weights that no other call uses rest."""
-        _, places, saving = call
+        _, groups, saving = call
         if saving is not None:
             saving.__exit__()
-        for place in places:
-            place.fetcher.end_use(place)
-            if place.uses == 0:
-                for weight in place.group.weights:
+        for group in groups:
+            self.fetchers[group.device_number].end_use(group)
+            if group.uses == 0:
+                for weight in group.weights:
                     weight.rest()
         self.last_use = time.perf_counter()
 
@@ -323,14 +317,14 @@ class Events:
         that parent fetch the weight."""
         with self.lock:
             reader = self._parents.get(self._readers.get(weight, weight.holders[0][0]))
-            place = self.place_of(weight)
+            group = weight.group
             is_running = self.thread.is_running and not is_transformed()
-            if is_running and reader is not None and place is not None:
+            if is_running and reader is not None and group is not None and not group.stays:
                 self._readers[weight] = reader
                 if reader not in self.users:
-                    self.install_use(reader, [place.group])
-                elif place not in self.users[reader]:
-                    self.users[reader] = [*self.users[reader], place]
+                    self.install_use(reader, [group])
+                elif group not in self.users[reader]:
+                    self.users[reader] = [*self.users[reader], group]
         return weight.value(weight.device)
 
     def _packed(self, tensor: torch.Tensor) -> Any:
@@ -371,9 +365,7 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
         weights = plan.held[module]
         if all(weight.table is not None for weight in weights.values()):
             events.undo += instead_of_forward(module, looking_up(module, weights))
-    experts = [
-        ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if group in events.places
-    ]
+    experts = [ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if not group.stays]
     for forward in experts:
         events.undo += instead_of_forward(forward.module, forward.call)
     events.undo += on_calls(model, events.begin_model, events.end_model)
@@ -389,7 +381,7 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
             events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
     for module, weights in plan.held.items():
         if any(weight.table is not None for weight in weights.values()):
-            events.undo += on_states(module, weights, events.place_of)
+            events.undo += on_states(module, weights)
     guard_conversions(model)
     events.undo.append(lambda: guard_conversions(model))
     return experts
@@ -435,15 +427,11 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callable[[Weight], Place | None]) -> Undo:
+def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> Undo:
     """Makes `state_dict()` of a module return the values of its offloaded weights, and makes `load_state_dict()` refuse
-    to load other values.
+    to load other values. After a save, a weight rests again unless a call is using its group.
 
-    Args:
-        weights: the weights of the module, by attribute. Weights without a table are left to torch.
-        place_of: returns the place of a weight's group, or None. After a save, a weight rests again unless a call is
-            using its place.
-    """
+    weights: the weights of the module, by attribute. Weights without a table are left to torch."""
 
     def before_save(*_: Any) -> None:
         for weight in weights.values():
@@ -453,8 +441,7 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
     def after_save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for attribute, weight in weights.items():
             if weight.table is not None:
-                place = place_of(weight)
-                if place is None or not place.uses:
+                if weight.group is None or not weight.group.uses:
                     weight.rest()
                 if prefix + attribute in state and weight.is_held(module, attribute):
                     state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
@@ -545,7 +532,7 @@ class ExpertsForward:
     """
 
     def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
-        self.module, self._name, self._events, self._place = module, group.name, events, events.places[group]
+        self.module, self._group, self._events = module, group, events
         self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
         self.stacks = {
             name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
@@ -566,10 +553,10 @@ class ExpertsForward:
         calls, module, num_experts = self._calls, self.module, self._num_experts
         ids = calls.ids_of(args, kwargs)
         if is_transformed() or not are_few(ids, num_experts):
-            with self._events.using_all(module, self._place):
+            with self._events.using_all(module, self._group):
                 return calls.kind.forward(module, *args, **kwargs)
-        calls.check(ids, num_experts, self._name)
-        self._events.note_choice(self._place)
+        calls.check(ids, num_experts, self._group.name)
+        self._events.note_choice(self._group)
         if not self._fetcher.serves(ids.device):  # the system refused to pin a stack
             return self._call_without_caches(ids, args, kwargs)
         experts = checked_ids(ids).contiguous()
