@@ -18,7 +18,7 @@ Two kinds of modules have another forward, which fetches single rows or experts 
     an embedding is called   `looking_up`: the original forward looks the rows up in the table, which fetches only them
     experts are called       `ExpertsForward.call`
       for few tokens           `Events.note_choice`; fetches only the experts that the router chose, by one operation
-                               (`StackFetcher`), through a cache for each stacked weight (`CachedStack`)
+                               (`StackFetcher`), through a cache for each stacked weight
       for many tokens          `Events.using_all`: the module begins and ends as above, with the group of all experts
 
 Other hooks do not fetch groups:
@@ -487,38 +487,17 @@ def _refuse_script() -> NoReturn:
 # ---- experts ----
 
 
-class CachedStack:
-    """One stacked weight and the cache of its rows on a device.
-
-    Slots without an expert request the first row of the table, which is always in the cache, so they cause no traffic
-    on the link.
+def cache_of(weight: Weight, cache_bytes: int) -> RowCache:
+    """Returns a cache of the rows of a stacked weight, on the weight's device. It always holds the first row: slots
+    without an expert request this row, so they cause no traffic on the link.
 
     cache_bytes: size in bytes of the cache on the device. If this size is too small for an LRU cache, the cache is
         static and holds only the first row."""
-
-    def __init__(self, weight: Weight, cache_bytes: int) -> None:
-        assert weight.table is not None
-        table = weight.table
-        # Number of rows of an expert, and size of a row in bytes.
-        self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
-        self.cache = RowCache(table, cache_bytes, [0], devices=weight.device, policy="lru")
-        self.is_cached = self.cache.capacity > 0
-        if not self.is_cached:
-            self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
-        # Has the dtype, the strides and the shape of an expert, but no experts.
-        self.like = torch.empty_strided((0, *weight.shape[1:]), weight.stride, dtype=table.dtype, device=weight.device)
-
-    @property
-    def max_sms(self) -> int:
-        """The largest number of the GPU's multiprocessors that a fetch keeps busy; 0: all."""
-        return 0 if self.is_cached else STREAM_SMS  # cached rows are faster than the link
-
-    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Fetches the rows with the given numbers, which make up whole experts, on the current stream, and returns them
-        as a tensor of experts. The fetch may keep all multiprocessors of a GPU busy, because later work of the current
-        stream waits for the experts in any case."""
-        fetched, shape = self.cache.index_select(rows, in_order=True), self.like.shape[1:]
-        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self.like.stride())
+    assert weight.table is not None
+    cache = RowCache(weight.table, cache_bytes, [0], devices=weight.device, policy="lru")
+    if cache.capacity > 0:
+        return cache
+    return RowCache(weight.table, weight.table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
 
 
 class ExpertsForward:
@@ -534,15 +513,20 @@ class ExpertsForward:
     def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
         self.module, self._group, self._events = module, group, events
         self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
-        self.stacks = {
-            name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
-        }
-        device, stacks = group.weights[0].device, self.stacks.values()
+        weights, device = plan.held[module], group.weights[0].device
+        # For each stacked weight, by its name in the module, the cache of its rows.
+        self.caches = {name: cache_of(weight, plan.cache_bytes[weight]) for name, weight in weights.items()}
+        # Empty tensors with the dtypes, the strides and the shapes of the experts.
+        self._likes = [
+            torch.empty_strided((0, *weight.shape[1:]), weight.stride, dtype=weight.dtype, device=device)
+            for weight in weights.values()
+        ]
         self._fetcher = StackFetcher(
-            [stack.cache for stack in stacks],
+            list(self.caches.values()),
             self._num_experts,
-            [stack.like for stack in stacks],
-            [stack.max_sms for stack in stacks],
+            self._likes,
+            # Cached rows are faster than the link.
+            [0 if cache.policy == "lru" else STREAM_SMS for cache in self.caches.values()],
             beside := _stream_beside(device),
         )
         self._has_stream = beside is not None
@@ -565,7 +549,7 @@ class ExpertsForward:
         awaited: set[int] = set()  # the numbers of the stacks that the current stream has waited for
         try:
             slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare)
-            stacks: dict[str, Any] = dict(zip(self.stacks, fetched))
+            stacks: dict[str, Any] = dict(zip(self.caches, fetched))
             if current is not None:
                 stacks = {
                     name: functools.partial(self._awaited, number, current, of_stack, awaited)
@@ -573,7 +557,7 @@ class ExpertsForward:
                 }
             return calls.with_slots(module, args, kwargs, slots.to(ids.dtype), held, stacks)
         finally:  # The current stream owns what `take` allocates. That memory is used again only after the fetches.
-            last = len(self.stacks) - 1
+            last = len(self.caches) - 1
             if current is not None and last not in awaited:
                 self._fetcher.wait_for(last, current)
 
@@ -589,31 +573,43 @@ class ExpertsForward:
     def _call_without_caches(self, ids: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls forward on a device that cannot look up rows in the caches. Each stack is fetched when forward first
         reads it."""
-        num_rows = [stack.num_rows for stack in self.stacks.values()]
-        slots, held, rows = slots_for(ids, self._num_experts, num_rows, self.num_spare)
-        fetches = {name: functools.partial(stack.fetch, of) for (name, stack), of in zip(self.stacks.items(), rows)}
+        slots, held, rows = slots_for(ids, self._num_experts, list(map(self._num_rows, self.caches)), self.num_spare)
+        fetches = {
+            name: functools.partial(self._fetch, name, like, of)
+            for name, like, of in zip(self.caches, self._likes, rows)
+        }
         return self._calls.with_slots(self.module, args, kwargs, slots, held, fetches)
+
+    def _num_rows(self, name: str) -> int:
+        """Returns the number of rows of an expert of a stacked weight."""
+        return self.caches[name].view.num_rows // self._num_experts
+
+    def _fetch(self, name: str, like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Fetches the rows of a stacked weight with the given numbers, which make up whole experts, on the current
+        stream, and returns them as a tensor of experts. The fetch may keep all multiprocessors of a GPU busy, because
+        later work of the current stream waits for the experts in any case."""
+        fetched = self.caches[name].index_select(rows, in_order=True)
+        return fetched.as_strided((rows.numel() // self._num_rows(name), *like.shape[1:]), like.stride())
 
     @property
     def device_bytes(self) -> int:
-        return sum(stack.cache.nbytes for stack in self.stacks.values())
+        return sum(cache.nbytes for cache in self.caches.values())
 
     def counts(self) -> tuple[int, int, int, int]:
         """Returns (number of rows of experts found in the cache, number of missed rows, size of the missed rows in
         bytes, number of bytes that crossed the link for them). Waits for the device."""
-        found = [(stack, stack.cache.stats()) for stack in self.stacks.values()]
-        num_spare = int(self.num_spare)
-        return (
-            sum(max(0, stats.hits - num_spare * stack.num_rows) for stack, stats in found if stack.is_cached),
-            sum(stats.misses for _, stats in found),
-            sum(stats.misses * stack.row_bytes for stack, stats in found),
-            sum(stats.link_bytes for _, stats in found),
-        )
+        hits = misses = missed_bytes = link_bytes = 0
+        for name, cache in self.caches.items():
+            stats, num_spare_rows = cache.stats(), int(self.num_spare) * self._num_rows(name)
+            hits += max(0, stats.hits - num_spare_rows) if cache.policy == "lru" else 0
+            misses, missed_bytes = misses + stats.misses, missed_bytes + stats.misses * cache.view.row_bytes
+            link_bytes += stats.link_bytes
+        return hits, misses, missed_bytes, link_bytes
 
     def reset_counts(self) -> None:
         self.num_spare.zero_()
-        for stack in self.stacks.values():
-            stack.cache.reset_stats()
+        for cache in self.caches.values():
+            cache.reset_stats()
 
 
 @functools.cache
