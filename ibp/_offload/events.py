@@ -40,9 +40,9 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -64,50 +64,49 @@ from .weights import Group, Weight, refuse_copy, refuse_pickle
 Call = tuple[nn.Module, Sequence[Group], Any]
 # Functions that remove something from a model. Each function of this file that returns them has installed it.
 Undo = list[Callable[[], object]]
-Item = TypeVar("Item", bound=Hashable)
 _BESIDE_ROWS = 512  # size in bytes that is enough for the map and the counters of a cache of one row
 
 
 # ---- the order of uses ----
 
 
-class Schedule(Generic[Item]):
-    """Predicts which item is used next. If the two most recent items have been used in this order before, it predicts
-    the item that followed them on the latest such occasion. Otherwise it predicts the item that followed the previous
-    use of the most recent item.
+class Schedule:
+    """Predicts which group is used next. If the two most recent groups have been used in this order before, it predicts
+    the group that followed them on the latest such occasion. Otherwise it predicts the group that followed the previous
+    use of the most recent group.
 
     After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
-    once. If an item is used twice in a pass, the item before it tells the two uses apart. If a pair of successive items
-    occurs twice in a pass, and different items follow it, both predictions are wrong in every pass.
+    once. If a group is used twice in a pass, the group before it tells the two uses apart. If a pair of successive
+    groups occurs twice in a pass, and different groups follow it, both predictions are wrong in every pass.
 
-    items: the items in the order that is expected for the first pass. Later passes are expected in this order, too,
+    groups: the groups in the order that is expected for the first pass. Later passes are expected in this order, too,
         until another order is seen."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._after_one: dict[Item, Item] = {}
-        self._after_two: dict[tuple[Item | None, Item], Item] = {}
-        self._last: tuple[Item | None, Item | None] = (None, items[-1] if items else None)
-        for number, item in enumerate(items):
-            self._after_one[item] = items[(number + 1) % len(items)]
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._after_one: dict[Group, Group] = {}
+        self._after_two: dict[tuple[Group | None, Group], Group] = {}
+        self._last: tuple[Group | None, Group | None] = (None, groups[-1] if groups else None)
+        for number, group in enumerate(groups):
+            self._after_one[group] = groups[(number + 1) % len(groups)]
 
-    def saw(self, item: Item) -> None:
-        """Records that an item is used."""
+    def saw(self, group: Group) -> None:
+        """Records that a group is used."""
         before, last = self._last
         if last is not None:
-            self._after_one[last] = item
-            self._after_two[before, last] = item
-        self._last = last, item
+            self._after_one[last] = group
+            self._after_two[before, last] = group
+        self._last = last, group
 
-    def coming(self) -> Iterator[Item]:
-        """Yields the items that are expected to be used, the next item first. The iterator ends only if the successor
-        of an item is not known."""
+    def coming(self) -> Iterator[Group]:
+        """Yields the groups that are expected to be used, the next group first. The iterator ends only if the successor
+        of a group is not known."""
         before, last = self._last
         while last is not None:
-            item = self._after_two.get((before, last), self._after_one.get(last))
-            if item is None:
+            group = self._after_two.get((before, last), self._after_one.get(last))
+            if group is None:
                 return
-            yield item
-            before, last = last, item
+            yield group
+            before, last = last, group
 
 
 # ---- events ----
