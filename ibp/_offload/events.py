@@ -443,7 +443,7 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> Undo:
                 if weight.group is None or not weight.group.uses:
                     weight.rest()
                 if prefix + attribute in state and weight.is_held(module, attribute):
-                    state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
+                    state[prefix + attribute] = weight.saved(state, functools.partial(weight.value, "cpu"))
 
     def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for attribute, weight in weights.items():

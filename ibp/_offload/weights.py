@@ -28,7 +28,7 @@ from .._rows.learning import ROW_BYTES
 from .._rows.table import handle_on, pin_if_possible, serves
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
-from ..nn._parameters import SavedTensor, by_rows
+from ..nn._parameters import by_rows, made_once
 
 if TYPE_CHECKING:
     from .plan import OffloadPlan
@@ -321,7 +321,7 @@ class Weight:
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
         # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
-        self.saved = SavedTensor()  # the tensor that state_dict() returned for the weight
+        self.saved = made_once()  # makes the weight's tensor for a state_dict()
         # What the tensors contain between uses: a tensor of the right shape, dtype and device, with meaningless values.
         self._blank: torch.Tensor | None = None
         self._read: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses
