@@ -266,7 +266,7 @@ def cast_linear(self, x):
 
 
 def link_bytes_a_token(handle):
-    return sum(place.stored_bytes for place in handle._events.places.values())
+    return sum(group.stored_bytes for group in handle._events.groups)
 
 
 def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bound=0.0, sms=0, check=True):

@@ -36,7 +36,6 @@ if _find_spec("ibp._core") is None:
 
 from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
-from ._cli.config import show_config
 from ._common import ops
 from ._common.process import after_import as _after_import
 from ._common.process import published as _published
@@ -46,6 +45,7 @@ from ._fetch.linear import linear
 from ._fetch.streaming import decompress
 from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open, save
 from ._machine.memory import release_pinned
+from ._machine.memory import usual as _usual
 from ._offload import Offloaded, OffloadStats, offload
 from ._rows.estimation import Estimate, estimate
 from ._rows.handle import CorruptTableError
@@ -183,3 +183,19 @@ def get_library_dir() -> str:
         '-I.../include -L.../_lib -libp'
     """
     return str(_Path(__file__).parent / "_lib")
+
+
+def show_config() -> None:
+    """Prints how ibp was built, on which machine it runs, and by which paths rows can come to the GPU. Include the
+    output in bug reports.
+
+    Example:
+        >>> ibp.show_config()
+        ibp           ..., format version 1, in ...
+        torch         ...
+    """
+    from ._cli.doctor import config  # Imported here, because other programs do not need the command line.
+
+    lines = config(_usual(None))
+    width = max(map(len, lines))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))

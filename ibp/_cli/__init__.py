@@ -5,9 +5,8 @@ the exit statuses. `work.py` has what several commands need for their work: devi
 
 Three modules have a function for each command, which does the work and returns the exit status: `files.py` for the
 commands that write and compare files of tensors, `describing.py` for those that describe files, as tables, as a plot
-and as an HTML page, and `doctor.py` for the one that tests the installation. `config.py` has `ibp.show_config`, the
-first lines of `ibp doctor`, apart from it, because `import ibp` imports it. `report.py` makes the reports on tensors
-and files that `ibp inspect` shows, and finds out what their bytes and bits are used for.
+and as an HTML page, and `doctor.py` for the one that describes the installation and tests it. `report.py` makes the
+reports on tensors and files that `ibp inspect` shows, and finds out what their bytes and bits are used for.
 
 The module of a command is imported only when the command runs, because importing ibp and torch takes seconds.
 ibp_command.py, a file beside the package `ibp`, loads this folder under another name without importing ibp, so that

@@ -18,7 +18,7 @@ Two kinds of modules have another forward, which fetches single rows or experts 
     an embedding is called   `looking_up`: the original forward looks the rows up in the table, which fetches only them
     experts are called       `ExpertsForward.call`
       for few tokens           `Events.note_choice`; fetches only the experts that the router chose, by one operation
-                               (`StackFetcher`), through a cache for each stacked weight (`CachedStack`)
+                               (`StackFetcher`), through a cache for each stacked weight
       for many tokens          `Events.using_all`: the module begins and ends as above, with the group of all experts
 
 Other hooks do not fetch groups:
@@ -40,9 +40,9 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -55,59 +55,58 @@ from ..cache import RowCache
 from ..cache._stacks import StackFetcher
 from ..nn._experts import Calls, are_few, num_slots_for, slots_for, stand_in
 from ..nn._tables import CodedModule, guard_conversions
-from .fetcher import CudaWeightFetcher, Place, WeightFetcher
-from .plan import Group, OffloadPlan
-from .weights import Weight, refuse_copy, refuse_pickle
+from .fetcher import CudaWeightFetcher, WeightFetcher
+from .plan import OffloadPlan
+from .weights import Group, Weight, refuse_copy, refuse_pickle
 
-# A call of a module that has begun but not ended: the module, the places of the groups that it uses, and the context of
-# autograd's saved-tensor hooks (None: there are no hooks).
-Call = tuple[nn.Module, Sequence[Place], Any]
+# A call of a module that has begun but not ended: the module, the groups that it uses, and the context of autograd's
+# saved-tensor hooks (None: there are no hooks).
+Call = tuple[nn.Module, Sequence[Group], Any]
 # Functions that remove something from a model. Each function of this file that returns them has installed it.
 Undo = list[Callable[[], object]]
-Item = TypeVar("Item", bound=Hashable)
 _BESIDE_ROWS = 512  # size in bytes that is enough for the map and the counters of a cache of one row
 
 
 # ---- the order of uses ----
 
 
-class Schedule(Generic[Item]):
-    """Predicts which item is used next. If the two most recent items have been used in this order before, it predicts
-    the item that followed them on the latest such occasion. Otherwise it predicts the item that followed the previous
-    use of the most recent item.
+class Schedule:
+    """Predicts which group is used next. If the two most recent groups have been used in this order before, it predicts
+    the group that followed them on the latest such occasion. Otherwise it predicts the group that followed the previous
+    use of the most recent group.
 
     After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
-    once. If an item is used twice in a pass, the item before it tells the two uses apart. If a pair of successive items
-    occurs twice in a pass, and different items follow it, both predictions are wrong in every pass.
+    once. If a group is used twice in a pass, the group before it tells the two uses apart. If a pair of successive
+    groups occurs twice in a pass, and different groups follow it, both predictions are wrong in every pass.
 
-    items: the items in the order that is expected for the first pass. Later passes are expected in this order, too,
+    groups: the groups in the order that is expected for the first pass. Later passes are expected in this order, too,
         until another order is seen."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._after_one: dict[Item, Item] = {}
-        self._after_two: dict[tuple[Item | None, Item], Item] = {}
-        self._last: tuple[Item | None, Item | None] = (None, items[-1] if items else None)
-        for number, item in enumerate(items):
-            self._after_one[item] = items[(number + 1) % len(items)]
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._after_one: dict[Group, Group] = {}
+        self._after_two: dict[tuple[Group | None, Group], Group] = {}
+        self._last: tuple[Group | None, Group | None] = (None, groups[-1] if groups else None)
+        for number, group in enumerate(groups):
+            self._after_one[group] = groups[(number + 1) % len(groups)]
 
-    def saw(self, item: Item) -> None:
-        """Records that an item is used."""
+    def saw(self, group: Group) -> None:
+        """Records that a group is used."""
         before, last = self._last
         if last is not None:
-            self._after_one[last] = item
-            self._after_two[before, last] = item
-        self._last = last, item
+            self._after_one[last] = group
+            self._after_two[before, last] = group
+        self._last = last, group
 
-    def coming(self) -> Iterator[Item]:
-        """Yields the items that are expected to be used, the next item first. The iterator ends only if the successor
-        of an item is not known."""
+    def coming(self) -> Iterator[Group]:
+        """Yields the groups that are expected to be used, the next group first. The iterator ends only if the successor
+        of a group is not known."""
         before, last = self._last
         while last is not None:
-            item = self._after_two.get((before, last), self._after_one.get(last))
-            if item is None:
+            group = self._after_two.get((before, last), self._after_one.get(last))
+            if group is None:
                 return
-            yield item
-            before, last = last, item
+            yield group
+            before, last = last, group
 
 
 # ---- events ----
@@ -129,11 +128,11 @@ class Events:
         max_sms, lookahead: as in `ibp.offload`.
 
     Attributes:
-        lock: guards the places, and everything else that changes while the model runs.
+        lock: guards the groups, and everything else that changes while the model runs.
         thread: the calls of the model and of its modules that the current thread is in.
         fetchers: the fetcher of each device, in the order of the plan's devices.
-        places: for each group that is fetched, its `Place`: the memory that it has on its device.
-        users: for each module that uses groups, the places of these groups.
+        groups: the groups that are fetched. The others stay on their devices.
+        users: for each module that uses such groups, these groups.
         undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
         first_use, last_use: time at which the first use began, and time at which a use last began or ended, in seconds
@@ -146,12 +145,10 @@ class Events:
             (CudaWeightFetcher if device.type == "cuda" else WeightFetcher)(device, arena_bytes, max_sms)
             for device, arena_bytes in zip(plan.devices, plan.arena_bytes)
         ]
-        self.places = {
-            group: Place(group, self.fetchers[group.device_number]) for group in plan.groups if not group.stays
-        }
-        self.users: dict[nn.Module, list[Place]] = {}
+        self.groups = [group for group in plan.groups if not group.stays]
+        self.users: dict[nn.Module, list[Group]] = {}
         self.undo: Undo = []
-        self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
+        self._schedule = Schedule(self.groups)
         # For each module, its parent. The model and its children have no entry.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
         # For each weight that is read by a module other than its holder, the module that is assumed to read it.
@@ -169,27 +166,23 @@ class Events:
 
     def start(self) -> None:
         """Called when the tables of all groups have been made. Fetches the first groups."""
-        for fetcher in self.fetchers:
-            fetcher.start([place for place in self.places.values() if place.fetcher is fetcher])
+        for number, fetcher in enumerate(self.fetchers):
+            fetcher.start([group for group in self.groups if group.device_number == number])
         self._fetch_ahead()
 
     def install_use(self, module: nn.Module, groups: Sequence[Group]) -> None:
         """Installs hooks in a module, so that each of its calls uses the given groups. Groups that stay on their
         devices need no hooks."""
-        places = [self.places[group] for group in groups if group in self.places]
-        if places:
-            self.users[module] = places
+        fetched = [group for group in groups if not group.stays]
+        if fetched:
+            self.users[module] = fetched
             self.undo += on_calls(
                 module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module)
             )
 
-    def place_of(self, weight: Weight) -> Place | None:
-        """Returns the place of a weight's group, or None if the weight is not fetched with a group."""
-        return None if weight.group is None else self.places.get(weight.group)
-
     # ---- a module begins ----
 
-    def begin(self, module: nn.Module, places: Sequence[Place]) -> None:
+    def begin(self, module: nn.Module, groups: Sequence[Group]) -> None:
         """Fetches groups of weights for a call of a module, and gives the model's tensors the memory of these weights.
         If it raises an error, it ends the uses that it has begun.
 
@@ -203,18 +196,18 @@ class Events:
                 return
             saves = torch.is_grad_enabled()
             with outside_of_modes():
-                begun: list[Place] = []
+                begun: list[Group] = []
                 try:
-                    for place in places:
-                        place.fetcher.begin_use(place)
-                        begun.append(place)
-                        self._note(place)
+                    for group in groups:
+                        self.fetchers[group.device_number].begin_use(group)
+                        begun.append(group)
+                        self._note(group)
                 except BaseException:
-                    for place in begun:
-                        place.fetcher.end_use(place)
+                    for group in begun:
+                        self.fetchers[group.device_number].end_use(group)
                     raise
-                for place in begun:
-                    for weight, value in zip(place.group.weights, place.values):
+                for group in begun:
+                    for weight, value in zip(group.weights, group.values):
                         weight.bind(value)
                 saving = None
                 if saves:
@@ -225,28 +218,28 @@ class Events:
                 self.thread.calls.append((module, begun, saving))
                 self._fetch_ahead()
 
-    def note_choice(self, place: Place) -> None:
+    def note_choice(self, group: Group) -> None:
         """Records a call of a mixture that uses only some of its experts. These experts are fetched by a cache, not
         with the group. From now on, groups of experts are not fetched ahead."""
         with self.lock:
             self._uses_all_experts = False
-            self._note(place)
+            self._note(group)
 
     @contextmanager
-    def using_all(self, module: nn.Module, place: Place) -> Iterator[None]:
+    def using_all(self, module: nn.Module, group: Group) -> Iterator[None]:
         """A context for a call of a mixture that uses all of its experts. Entering it switches on fetching groups of
         experts ahead, until `note_choice` switches it off."""
         with self.lock:
             self._uses_all_experts = True
-            self.begin(module, [place])
+            self.begin(module, [group])
         try:
             yield
         finally:
             self.end(module)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, group: Group) -> None:
         """Records a use of a group."""
-        self._schedule.saw(place)
+        self._schedule.saw(group)
         self.uses += 1
         self.last_use = time.perf_counter()
         if self.first_use is None:
@@ -258,16 +251,16 @@ class Events:
         if not self._lookahead:
             return
         left, expected = [self._lookahead] * len(self.fetchers), []
-        for place in itertools.islice(self._schedule.coming(), len(self.places)):
+        for group in itertools.islice(self._schedule.coming(), len(self.groups)):
             if not any(left):
                 break
-            number, is_fetched = place.group.device_number, self._uses_all_experts or not place.group.are_experts
-            if left[number] and is_fetched and not place.uses and place not in expected:
+            number, is_fetched = group.device_number, self._uses_all_experts or not group.are_experts
+            if left[number] and is_fetched and not group.uses and group not in expected:
                 left[number] -= 1
-                expected.append(place)
+                expected.append(group)
         self._is_short = False
-        for fetcher in self.fetchers:
-            if not fetcher.fetch_ahead([place for place in expected if place.fetcher is fetcher]):
+        for number, fetcher in enumerate(self.fetchers):
+            if not fetcher.fetch_ahead([group for group in expected if group.device_number == number]):
                 self._is_short = True
 
     # ---- a module ends ----
@@ -284,13 +277,13 @@ class Events:
 
     def _end(self, call: Call) -> None:
         """Ends the uses of a call. Weights that no other call uses rest."""
-        _, places, saving = call
+        _, groups, saving = call
         if saving is not None:
             saving.__exit__()
-        for place in places:
-            place.fetcher.end_use(place)
-            if place.uses == 0:
-                for weight in place.group.weights:
+        for group in groups:
+            self.fetchers[group.device_number].end_use(group)
+            if group.uses == 0:
+                for weight in group.weights:
                     weight.rest()
         self.last_use = time.perf_counter()
 
@@ -323,14 +316,14 @@ class Events:
         that parent fetch the weight."""
         with self.lock:
             reader = self._parents.get(self._readers.get(weight, weight.holders[0][0]))
-            place = self.place_of(weight)
+            group = weight.group
             is_running = self.thread.is_running and not is_transformed()
-            if is_running and reader is not None and place is not None:
+            if is_running and reader is not None and group is not None and not group.stays:
                 self._readers[weight] = reader
                 if reader not in self.users:
-                    self.install_use(reader, [place.group])
-                elif place not in self.users[reader]:
-                    self.users[reader] = [*self.users[reader], place]
+                    self.install_use(reader, [group])
+                elif group not in self.users[reader]:
+                    self.users[reader] = [*self.users[reader], group]
         return weight.value(weight.device)
 
     def _packed(self, tensor: torch.Tensor) -> Any:
@@ -371,9 +364,7 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
         weights = plan.held[module]
         if all(weight.table is not None for weight in weights.values()):
             events.undo += instead_of_forward(module, looking_up(module, weights))
-    experts = [
-        ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if group in events.places
-    ]
+    experts = [ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if not group.stays]
     for forward in experts:
         events.undo += instead_of_forward(forward.module, forward.call)
     events.undo += on_calls(model, events.begin_model, events.end_model)
@@ -389,7 +380,7 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
             events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
     for module, weights in plan.held.items():
         if any(weight.table is not None for weight in weights.values()):
-            events.undo += on_states(module, weights, events.place_of)
+            events.undo += on_states(module, weights)
     guard_conversions(model)
     events.undo.append(lambda: guard_conversions(model))
     return experts
@@ -435,15 +426,11 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callable[[Weight], Place | None]) -> Undo:
+def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> Undo:
     """Makes `state_dict()` of a module return the values of its offloaded weights, and makes `load_state_dict()` refuse
-    to load other values.
+    to load other values. After a save, a weight rests again unless a call is using its group.
 
-    Args:
-        weights: the weights of the module, by attribute. Weights without a table are left to torch.
-        place_of: returns the place of a weight's group, or None. After a save, a weight rests again unless a call is
-            using its place.
-    """
+    weights: the weights of the module, by attribute. Weights without a table are left to torch."""
 
     def before_save(*_: Any) -> None:
         for weight in weights.values():
@@ -453,11 +440,10 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
     def after_save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for attribute, weight in weights.items():
             if weight.table is not None:
-                place = place_of(weight)
-                if place is None or not place.uses:
+                if weight.group is None or not weight.group.uses:
                     weight.rest()
                 if prefix + attribute in state and weight.is_held(module, attribute):
-                    state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
+                    state[prefix + attribute] = weight.saved(state, functools.partial(weight.value, "cpu"))
 
     def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for attribute, weight in weights.items():
@@ -500,38 +486,17 @@ def _refuse_script() -> NoReturn:
 # ---- experts ----
 
 
-class CachedStack:
-    """One stacked weight and the cache of its rows on a device.
-
-    Slots without an expert request the first row of the table, which is always in the cache, so they cause no traffic
-    on the link.
+def cache_of(weight: Weight, cache_bytes: int) -> RowCache:
+    """Returns a cache of the rows of a stacked weight, on the weight's device. It always holds the first row: slots
+    without an expert request this row, so they cause no traffic on the link.
 
     cache_bytes: size in bytes of the cache on the device. If this size is too small for an LRU cache, the cache is
         static and holds only the first row."""
-
-    def __init__(self, weight: Weight, cache_bytes: int) -> None:
-        assert weight.table is not None
-        table = weight.table
-        # Number of rows of an expert, and size of a row in bytes.
-        self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
-        self.cache = RowCache(table, cache_bytes, [0], devices=weight.device, policy="lru")
-        self.is_cached = self.cache.capacity > 0
-        if not self.is_cached:
-            self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
-        # Has the dtype, the strides and the shape of an expert, but no experts.
-        self.like = torch.empty_strided((0, *weight.shape[1:]), weight.stride, dtype=table.dtype, device=weight.device)
-
-    @property
-    def max_sms(self) -> int:
-        """The largest number of the GPU's multiprocessors that a fetch keeps busy; 0: all."""
-        return 0 if self.is_cached else STREAM_SMS  # cached rows are faster than the link
-
-    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Fetches the rows with the given numbers, which make up whole experts, on the current stream, and returns them
-        as a tensor of experts. The fetch may keep all multiprocessors of a GPU busy, because later work of the current
-        stream waits for the experts in any case."""
-        fetched, shape = self.cache.index_select(rows, in_order=True), self.like.shape[1:]
-        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self.like.stride())
+    assert weight.table is not None
+    cache = RowCache(weight.table, cache_bytes, [0], devices=weight.device, policy="lru")
+    if cache.capacity > 0:
+        return cache
+    return RowCache(weight.table, weight.table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
 
 
 class ExpertsForward:
@@ -545,17 +510,22 @@ class ExpertsForward:
     """
 
     def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
-        self.module, self._name, self._events, self._place = module, group.name, events, events.places[group]
+        self.module, self._group, self._events = module, group, events
         self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
-        self.stacks = {
-            name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
-        }
-        device, stacks = group.weights[0].device, self.stacks.values()
+        weights, device = plan.held[module], group.weights[0].device
+        # For each stacked weight, by its name in the module, the cache of its rows.
+        self.caches = {name: cache_of(weight, plan.cache_bytes[weight]) for name, weight in weights.items()}
+        # Empty tensors with the dtypes, the strides and the shapes of the experts.
+        self._likes = [
+            torch.empty_strided((0, *weight.shape[1:]), weight.stride, dtype=weight.dtype, device=device)
+            for weight in weights.values()
+        ]
         self._fetcher = StackFetcher(
-            [stack.cache for stack in stacks],
+            list(self.caches.values()),
             self._num_experts,
-            [stack.like for stack in stacks],
-            [stack.max_sms for stack in stacks],
+            self._likes,
+            # Cached rows are faster than the link.
+            [0 if cache.policy == "lru" else STREAM_SMS for cache in self.caches.values()],
             beside := _stream_beside(device),
         )
         self._has_stream = beside is not None
@@ -566,10 +536,10 @@ class ExpertsForward:
         calls, module, num_experts = self._calls, self.module, self._num_experts
         ids = calls.ids_of(args, kwargs)
         if is_transformed() or not are_few(ids, num_experts):
-            with self._events.using_all(module, self._place):
+            with self._events.using_all(module, self._group):
                 return calls.kind.forward(module, *args, **kwargs)
-        calls.check(ids, num_experts, self._name)
-        self._events.note_choice(self._place)
+        calls.check(ids, num_experts, self._group.name)
+        self._events.note_choice(self._group)
         if not self._fetcher.serves(ids.device):  # the system refused to pin a stack
             return self._call_without_caches(ids, args, kwargs)
         experts = checked_ids(ids).contiguous()
@@ -578,7 +548,7 @@ class ExpertsForward:
         awaited: set[int] = set()  # the numbers of the stacks that the current stream has waited for
         try:
             slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare)
-            stacks: dict[str, Any] = dict(zip(self.stacks, fetched))
+            stacks: dict[str, Any] = dict(zip(self.caches, fetched))
             if current is not None:
                 stacks = {
                     name: functools.partial(self._awaited, number, current, of_stack, awaited)
@@ -586,7 +556,7 @@ class ExpertsForward:
                 }
             return calls.with_slots(module, args, kwargs, slots.to(ids.dtype), held, stacks)
         finally:  # The current stream owns what `take` allocates. That memory is used again only after the fetches.
-            last = len(self.stacks) - 1
+            last = len(self.caches) - 1
             if current is not None and last not in awaited:
                 self._fetcher.wait_for(last, current)
 
@@ -602,31 +572,43 @@ class ExpertsForward:
     def _call_without_caches(self, ids: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls forward on a device that cannot look up rows in the caches. Each stack is fetched when forward first
         reads it."""
-        num_rows = [stack.num_rows for stack in self.stacks.values()]
-        slots, held, rows = slots_for(ids, self._num_experts, num_rows, self.num_spare)
-        fetches = {name: functools.partial(stack.fetch, of) for (name, stack), of in zip(self.stacks.items(), rows)}
+        slots, held, rows = slots_for(ids, self._num_experts, list(map(self._num_rows, self.caches)), self.num_spare)
+        fetches = {
+            name: functools.partial(self._fetch, name, like, of)
+            for name, like, of in zip(self.caches, self._likes, rows)
+        }
         return self._calls.with_slots(self.module, args, kwargs, slots, held, fetches)
+
+    def _num_rows(self, name: str) -> int:
+        """Returns the number of rows of an expert of a stacked weight."""
+        return self.caches[name].view.num_rows // self._num_experts
+
+    def _fetch(self, name: str, like: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Fetches the rows of a stacked weight with the given numbers, which make up whole experts, on the current
+        stream, and returns them as a tensor of experts. The fetch may keep all multiprocessors of a GPU busy, because
+        later work of the current stream waits for the experts in any case."""
+        fetched = self.caches[name].index_select(rows, in_order=True)
+        return fetched.as_strided((rows.numel() // self._num_rows(name), *like.shape[1:]), like.stride())
 
     @property
     def device_bytes(self) -> int:
-        return sum(stack.cache.nbytes for stack in self.stacks.values())
+        return sum(cache.nbytes for cache in self.caches.values())
 
     def counts(self) -> tuple[int, int, int, int]:
         """Returns (number of rows of experts found in the cache, number of missed rows, size of the missed rows in
         bytes, number of bytes that crossed the link for them). Waits for the device."""
-        found = [(stack, stack.cache.stats()) for stack in self.stacks.values()]
-        num_spare = int(self.num_spare)
-        return (
-            sum(max(0, stats.hits - num_spare * stack.num_rows) for stack, stats in found if stack.is_cached),
-            sum(stats.misses for _, stats in found),
-            sum(stats.misses * stack.row_bytes for stack, stats in found),
-            sum(stats.link_bytes for _, stats in found),
-        )
+        hits = misses = missed_bytes = link_bytes = 0
+        for name, cache in self.caches.items():
+            stats, num_spare_rows = cache.stats(), int(self.num_spare) * self._num_rows(name)
+            hits += max(0, stats.hits - num_spare_rows) if cache.policy == "lru" else 0
+            misses, missed_bytes = misses + stats.misses, missed_bytes + stats.misses * cache.view.row_bytes
+            link_bytes += stats.link_bytes
+        return hits, misses, missed_bytes, link_bytes
 
     def reset_counts(self) -> None:
         self.num_spare.zero_()
-        for stack in self.stacks.values():
-            stack.cache.reset_stats()
+        for cache in self.caches.values():
+            cache.reset_stats()
 
 
 @functools.cache

@@ -1,62 +1,21 @@
-"""Fetches groups of weights into an arena: the memory of a device for weights in use. A `Place` is the memory that a
-group has there. A `WeightFetcher` decides which memory a group gets, and decodes it on the CPU; `CudaWeightFetcher`
-decodes on a GPU, on a separate stream."""
+"""Fetches groups of weights into an arena: the memory of a device for weights in use. A `WeightFetcher` decides which
+memory a group gets, and decodes it on the CPU; `CudaWeightFetcher` decodes on a GPU, on a separate stream."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
 from .._rows.handle import CorruptTableError, spread_bytes
 from .._rows.table import faults_of, serves
-from .plan import Group
-from .weights import Weight
+from .weights import Group, Region, Weight
 
 # Largest and smallest size in bytes of the ring through which tables are streamed. The ring holds four chunks; the copy
 # engine pauses for 3 microseconds between two chunks.
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
-
-Region = tuple[int, int]  # [start, end) in bytes
-
-
-class Place:
-    """The memory that a group of weights has on its device while the model runs, and a record of the work that uses the
-    weights. Only the fetcher changes a place."""
-
-    def __init__(self, group: Group, fetcher: WeightFetcher) -> None:
-        self.group, self.fetcher = group, fetcher
-        self.stored_bytes = 0  # size of the compressed rows, which a fetch moves; 0 until the tables are made
-        self.uses = 0  # number of calls that are using the weights
-        # True if the weights are in `memory`, or will be there when `ready` has been reached.
-        self.is_loaded = False
-        self.is_ahead = False  # whether the weights were fetched ahead of a use that has not begun
-        # The region of the arena that the group has, or had last. None: the group has a separate allocation, or no
-        # memory.
-        self.region: Region | None = None
-        self.memory: torch.Tensor | None = None  # uint8: the memory of the whole group
-        self.data: list[torch.Tensor] = []  # the bytes of each weight
-        self.values: list[torch.Tensor] = []  # the same bytes with the shapes and dtypes of the model's tensors
-        # CUDA: the arguments of `TensorStream.issue` for each weight, and the number of multiprocessors in them.
-        self.prepared: list[tuple[Any, ...]] = []
-        self.sms = 0
-        self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
-        # CUDA: events that are recorded before and after the last wait for the weights.
-        self.wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        # CUDA: for each stream, an event that is reached when the stream no longer reads the weights.
-        self.done: dict[int, torch.cuda.Event] = {}
-
-    def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
-        """Gives the group new memory, or takes its memory away if `memory` is None. region: the region of the memory in
-        the arena. None: the memory is not in the arena."""
-        self.region, self.memory, self.data, self.values, self.prepared = region, memory, [], [], []
-        if memory is not None:
-            weights, offsets = self.group.weights, self.group.offsets
-            self.data = [memory[start : start + weight.num_bytes] for weight, start in zip(weights, offsets)]
-            self.values = [weight.view(part) for weight, part in zip(weights, self.data)]
 
 
 def overlap(one: Region, other: Region) -> bool:
@@ -88,7 +47,7 @@ class WeightFetcher:
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._arena_bytes = arena_bytes
         self._cursor = 0  # the end of the region that was given to a group last
-        self._loaded: list[Place] = []
+        self._loaded: list[Group] = []
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -99,16 +58,16 @@ class WeightFetcher:
     @property
     def device_bytes(self) -> int:
         """Size in bytes of the device memory for weights that are being fetched or used."""
-        return self.memory.numel() + sum(place.group.num_bytes for place in self._loaded if place.region is None)
+        return self.memory.numel() + sum(group.num_bytes for group in self._loaded if group.region is None)
 
-    def start(self, places: Sequence[Place]) -> None:
-        """Called once, with the places of all groups, after the tables of the groups have been made and before the
+    def start(self, groups: Sequence[Group]) -> None:
+        """Called once, with all groups of the device that are fetched, after their tables have been made and before the
         first group is fetched."""
-        for place in places:
-            tables = [weight.table for weight in place.group.weights if weight.table is not None]
-            place.stored_bytes = sum(spread_bytes(table) for table in tables)
+        for group in groups:
+            tables = [weight.table for weight in group.weights if weight.table is not None]
+            group.stored_bytes = sum(spread_bytes(table) for table in tables)
 
-    def fetch_ahead(self, expected: Sequence[Place]) -> bool:
+    def fetch_ahead(self, expected: Sequence[Group]) -> bool:
         """Fetches groups ahead of their uses, unless they are already loaded. Returns False if a group cannot be
         fetched now, because there is no room for it or its table is corrupt. From now on, groups that were fetched
         ahead but are no longer expected may be overwritten.
@@ -116,23 +75,23 @@ class WeightFetcher:
         Args:
             expected: the groups whose uses are expected next, in this order.
         """
-        for place in self._loaded:
-            place.is_ahead = place.is_ahead and place in expected
+        for group in self._loaded:
+            group.is_ahead = group.is_ahead and group in expected
         has_room = True
-        for place in expected:
-            if place.is_loaded:
-                place.is_ahead = True
+        for group in expected:
+            if group.is_loaded:
+                group.is_ahead = True
             elif has_room:  # otherwise this group would take the memory that an earlier group needs
-                region = self._region(place, keeps_ahead=True)
+                region = self._region(group, keeps_ahead=True)
                 try:
                     if region is not None:
-                        self._fetch(place, region)
+                        self._fetch(group, region)
                 except CorruptTableError:  # the use that needs the group raises the error again
                     region = None
-                has_room = place.is_ahead = region is not None
+                has_room = group.is_ahead = region is not None
         return has_room
 
-    def begin_use(self, place: Place) -> None:
+    def begin_use(self, group: Group) -> None:
         """Makes the caller's current stream wait for a group. A group that is not loaded is fetched now: if there is no
         room, it overwrites groups that were fetched ahead; if there is still no room, it gets a separate allocation.
 
@@ -140,35 +99,35 @@ class WeightFetcher:
             RuntimeError: a CUDA graph is being captured.
             ibp.CorruptTableError: this fetch or an earlier one found a fault.
         """
-        self._check(place)
-        if not place.is_loaded:
+        self._check(group)
+        if not group.is_loaded:
             self.misses += 1
-            self._fetch(place, self._region(place, keeps_ahead=True) or self._region(place, keeps_ahead=False))
-        self._wait(place)
-        place.is_ahead = False
-        place.uses += 1
+            self._fetch(group, self._region(group, keeps_ahead=True) or self._region(group, keeps_ahead=False))
+        self._wait(group)
+        group.is_ahead = False
+        group.uses += 1
 
-    def end_use(self, place: Place) -> None:
+    def end_use(self, group: Group) -> None:
         """Called when all work of a use has been issued to the caller's current stream."""
-        place.uses -= 1
-        self._note_reads(place)
-        if place.uses == 0 and place.region is None:
-            self.drop(place)
+        group.uses -= 1
+        self._note_reads(group)
+        if group.uses == 0 and group.region is None:
+            self.drop(group)
 
-    def drop(self, place: Place) -> None:
+    def drop(self, group: Group) -> None:
         """Removes a group that is not in use."""
-        place.is_ahead = False
-        place.move(None, None)
-        if place.is_loaded:
-            self._loaded.remove(place)
-            place.is_loaded = False
+        group.is_ahead = False
+        group.move(None, None)
+        if group.is_loaded:
+            self._loaded.remove(group)
+            group.is_loaded = False
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
         """If a tensor is a part of a weight that is loaded on this device, returns (the weight, offset in bytes of the
         tensor in the weight). Otherwise returns None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
-        for place in self._loaded:
-            for weight, data in zip(place.group.weights, place.data):
+        for group in self._loaded:
+            for weight, data in zip(group.weights, group.data):
                 within = start - int(data.storage_offset())
                 if 0 <= within < weight.num_bytes and data.untyped_storage().data_ptr() == address:
                     return weight, within
@@ -180,17 +139,17 @@ class WeightFetcher:
     def close(self) -> None:
         """Frees the memory."""
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for place in list(self._loaded):
-            self.drop(place)
+        for group in list(self._loaded):
+            self.drop(group)
 
     # ---- placing ----
 
-    def _region(self, place: Place, keeps_ahead: bool) -> Region | None:
+    def _region(self, group: Group, keeps_ahead: bool) -> Region | None:
         """Returns a region of the arena for a group: the latest region of the group if it is free, otherwise another
         free one. Returns None if there is none. A region is free if no group that is in use lies in it. If keeps_ahead
         is set, no group that was fetched ahead may lie in it either."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
-        return self.free_region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
+        return self.free_region(group.num_bytes, [o.region for o in held if o.region is not None], group.region)
 
     def free_region(self, num_bytes: int, held: Sequence[Region], wish: Region | None) -> Region | None:
         """Returns a region of num_bytes bytes that does not overlap any region in `held`: one that begins as `wish`
@@ -207,48 +166,48 @@ class WeightFetcher:
                 return region
         return None
 
-    def _fetch(self, place: Place, region: Region | None) -> None:
+    def _fetch(self, group: Group, region: Region | None) -> None:
         """Fetches a group to a region of the arena. If region is None, the group gets a separate allocation."""
         if region is None:
-            place.move(None, torch.empty(place.group.num_bytes, dtype=torch.uint8, device=self.device))
-        elif place.region != region:
-            place.move(region, self.memory[slice(*region)])
+            group.move(None, torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device))
+        elif group.region != region:
+            group.move(region, self.memory[slice(*region)])
         over = [other for other in self._loaded if region and other.region and overlap(other.region, region)]
         for other in over:
             other.is_loaded = other.is_ahead = False
             self._loaded.remove(other)
         try:
-            self._queue(place, over)
+            self._queue(group, over)
         except BaseException:
-            self.drop(place)
+            self.drop(group)
             raise
-        place.is_loaded = True
-        self._loaded.append(place)
-        self.fetched_bytes += place.group.num_bytes
-        self.link_bytes += place.stored_bytes
+        group.is_loaded = True
+        self._loaded.append(group)
+        self.fetched_bytes += group.num_bytes
+        self.link_bytes += group.stored_bytes
 
     # ---- steps that depend on the device; here for the CPU ----
 
-    def _check(self, place: Place) -> None:
+    def _check(self, group: Group) -> None:
         """Raises RuntimeError if a use cannot begin now, and CorruptTableError if an earlier fetch found a fault."""
 
-    def _wait(self, place: Place) -> None:
+    def _wait(self, group: Group) -> None:
         """Makes the caller's current stream wait for a loaded group."""
 
-    def _note_reads(self, place: Place) -> None:
+    def _note_reads(self, group: Group) -> None:
         """Records that all work of a use has been issued to the caller's current stream."""
 
-    def _queue(self, place: Place, over: list[Place]) -> None:
+    def _queue(self, group: Group, over: list[Group]) -> None:
         """Decodes the weights of a group into its memory, after the last reads of the groups in `over`. over: the
         groups whose memory is overwritten."""
         begun = time.perf_counter()
-        self._decode(place)
+        self._decode(group)
         self.waited_s += time.perf_counter() - begun
 
-    def _decode(self, place: Place) -> None:
+    def _decode(self, group: Group) -> None:
         """Decodes the weights of a group into its memory. If a GPU cannot read a table, the CPU decodes its rows, and
         the host waits until they have been copied to the GPU."""
-        for weight, part in zip(place.group.weights, place.data):
+        for weight, part in zip(group.weights, group.data):
             if weight.table is not None:
                 decode_items(weight.table, 0, None, out=part.view(weight.table.dtype).view(weight.table.shape))
 
@@ -271,9 +230,9 @@ class CudaWeightFetcher(WeightFetcher):
     def device_bytes(self) -> int:
         return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
 
-    def start(self, places: Sequence[Place]) -> None:
-        super().start(places)
-        largest = max((place.stored_bytes for place in places), default=0)
+    def start(self, groups: Sequence[Group]) -> None:
+        super().start(groups)
+        largest = max((group.stored_bytes for group in groups), default=0)
         self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
         self._stream.wait_stream(self._current())  # the current stream allocated the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch may still be running when the model is destroyed
@@ -288,74 +247,74 @@ class CudaWeightFetcher(WeightFetcher):
             self._from_host = None
         super().close()
 
-    def _check(self, place: Place) -> None:
+    def _check(self, group: Group) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"the weights of {place.group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: "
+                f"the weights of {group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: "
                 "keep them on the GPU (resident_bytes=), or capture other layers"
             )
         try:
-            for weight in place.group.weights:
+            for weight in group.weights:
                 if weight.table is not None:
                     faults_of(weight.table).raise_pending(self.device)
         except CorruptTableError:
-            if not place.uses:
-                self.drop(place)  # its memory does not hold the weights, so the next use fetches them again
+            if not group.uses:
+                self.drop(group)  # its memory does not hold the weights, so the next use fetches them again
             raise
 
-    def _wait(self, place: Place) -> None:
-        assert place.ready is not None and place.memory is not None
-        stream, wait = self._current(), place.wait
-        if place.region is None:
-            place.memory.record_stream(stream)
+    def _wait(self, group: Group) -> None:
+        assert group.ready is not None and group.memory is not None
+        stream, wait = self._current(), group.wait
+        if group.region is None:
+            group.memory.record_stream(stream)
         if wait is None:
-            wait = place.wait = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            wait = group.wait = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         elif wait[1].query():  # otherwise the host is a whole pass ahead, and the wait before this one is not counted
             self.waited_s += wait[0].elapsed_time(wait[1]) * 1e-3
         wait[0].record(stream)
-        stream.wait_event(place.ready)
+        stream.wait_event(group.ready)
         wait[1].record(stream)
 
-    def _note_reads(self, place: Place) -> None:
+    def _note_reads(self, group: Group) -> None:
         stream = self._current()
-        event = place.done.get(stream.cuda_stream)
+        event = group.done.get(stream.cuda_stream)
         if event is None:
-            event = place.done[stream.cuda_stream] = torch.cuda.Event()
+            event = group.done[stream.cuda_stream] = torch.cuda.Event()
         event.record(stream)
 
-    def _queue(self, place: Place, over: list[Place]) -> None:
-        if place.region is None:
-            assert place.memory is not None
+    def _queue(self, group: Group, over: list[Group]) -> None:
+        if group.region is None:
+            assert group.memory is not None
             self._stream.wait_stream(self._current())  # the current stream allocated the memory
-            place.memory.record_stream(self._stream)
-        if place.ready is None:
-            place.ready = torch.cuda.Event()
+            group.memory.record_stream(self._stream)
+        if group.ready is None:
+            group.ready = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            for other in (*over, place):
+            for other in (*over, group):
                 for event in other.done.values():
                     self._stream.wait_event(event)
-            if all(weight.table is None or serves(weight.table, self.device) for weight in place.group.weights):
-                self._stream_to(place)
+            if all(weight.table is None or serves(weight.table, self.device) for weight in group.weights):
+                self._stream_to(group)
             else:
-                self._decode(place)
-            place.ready.record(self._stream)
+                self._decode(group)
+            group.ready.record(self._stream)
 
-    def _stream_to(self, place: Place) -> None:
+    def _stream_to(self, group: Group) -> None:
         """Streams a group to its memory through the ring. The arguments of the stream are prepared again only if the
         group has moved or the number of multiprocessors has changed."""
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         sms = self.max_sms or STREAM_SMS
-        if not place.prepared or place.sms != sms:
-            place.sms = sms
-            place.prepared = [
+        if not group.prepared or group.sms != sms:
+            group.sms = sms
+            group.prepared = [
                 self._from_host.prepare(
                     weight.table, 0, weight.num_bytes, self.device, sms, part, faults_of(weight.table).on(self.device)
                 )
-                for weight, part in zip(place.group.weights, place.data)
+                for weight, part in zip(group.weights, group.data)
                 if weight.table is not None
             ]
-        for prepared in place.prepared:
+        for prepared in group.prepared:
             self._from_host.issue(prepared)
 
     def _current(self) -> torch.cuda.Stream:

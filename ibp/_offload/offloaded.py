@@ -317,12 +317,12 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 return
             if not _is_within([module for module, _, _ in events.thread.calls]):
                 events.abandon()
-            if any(place.uses for place in events.places.values()):
+            if any(group.uses for group in events.groups):
                 raise RuntimeError("the model is in use: close() between its calls")
             for fetcher in events.fetchers:
                 fetcher.synchronize()
-            for place in events.places.values():
-                place.fetcher.drop(place)
+            for group in events.groups:
+                events.fetchers[group.device_number].drop(group)
             for weight in self._plan.weights:
                 weight.restore()
             for other in self._plan.others:

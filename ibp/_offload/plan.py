@@ -1,6 +1,6 @@
 """Plans how a model is offloaded: which weights are fetched together, in which order and to which device, which weights
 stay on a device, and how much memory this takes. `plan_for` makes an `OffloadPlan`; each `Group` in it is one or more
-weights that are fetched together. A plan is data; it does not change while the model runs."""
+weights that are fetched together. A plan is data; its decisions do not change while the model runs."""
 
 from __future__ import annotations
 
@@ -10,41 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .._common.sequences import rounded_up
 from .._rows.geometry import DTYPES
 from ..nn import TableParameter
 from ..nn._compressing import place_of
 from ..nn._experts import is_stack
-from .weights import Weight
-
-# Alignment in bytes of the weights in a group. Memory from cudaMalloc has the same alignment, which is enough for
-# cuBLAS.
-_ALIGNMENT = 256
+from .weights import Group, Weight
 
 # Modules of torch that read the weights of their submodules to choose how they compute. A call of such a module uses
 # the weights of all its submodules.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
-
-class Group:
-    """One or more weights that are fetched together and lie one after the other in memory."""
-
-    def __init__(self, name: str, device_number: int, weights: Sequence[Weight], are_experts: bool = False) -> None:
-        self.name, self.device_number, self.weights = name, device_number, list(weights)
-        # True if the weights are stacks of experts. A call may then fetch a few of the experts.
-        self.are_experts = are_experts
-        self.stays = False  # whether the weights stay on their device, not compressed
-        self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
-        end = 0
-        for weight in self.weights:
-            weight.group = self
-            start = rounded_up(end, _ALIGNMENT)
-            self.offsets.append(start)
-            end = start + weight.num_bytes
-        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of the group in bytes, uncompressed and with padding
-
-    def __repr__(self) -> str:
-        return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
 
 
 @dataclass(eq=False)

@@ -4,8 +4,9 @@ Between uses, each parameter or buffer of a weight is a resting tensor. It has t
 not the weight's values. Code that reads the values gets a decoded copy. `rest` and `wake` change a tensor of the model
 in place.
 
-A `Weight` has the tensors of a weight, and the table of its values. `store` makes the tables from the values of the
-model or of a checkpoint, which `read_checkpoint` reads.
+A `Weight` has the tensors of a weight, and the table of its values. A `Group` has weights that are fetched together,
+and their memory on the device. `store` makes the tables from the values of the model or of a checkpoint, which
+`read_checkpoint` reads.
 """
 
 from __future__ import annotations
@@ -20,20 +21,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.modes import outside_of_graphs, outside_of_modes
 from .._common.process import tqdm
+from .._common.sequences import rounded_up
 from .._files import open as open_file
 from .._rows.geometry import memory_order
 from .._rows.learning import ROW_BYTES
 from .._rows.table import handle_on, pin_if_possible, serves
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
-from ..nn._parameters import SavedTensor, by_rows
+from ..nn._parameters import by_rows, made_once
 
 if TYPE_CHECKING:
-    from .plan import Group, OffloadPlan
+    from .plan import OffloadPlan
 
 Value = torch.Tensor | CompressedTensor
+Region = tuple[int, int]  # [start, end) of an arena, in bytes
 Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
 
+# Alignment in bytes of the weights in a group. Memory from cudaMalloc has the same alignment, which is enough for
+# cuBLAS.
+_ALIGNMENT = 256
 _INDEX_NAME = "model.safetensors.index.json"
 _LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
 # Least size in bytes of a row of a stacked weight. The index of smaller rows takes more bytes than compression saves.
@@ -315,7 +321,7 @@ class Weight:
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
         # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
-        self.saved = SavedTensor()  # the tensor that state_dict() returned for the weight
+        self.saved = made_once()  # makes the weight's tensor for a state_dict()
         # What the tensors contain between uses: a tensor of the right shape, dtype and device, with meaningless values.
         self._blank: torch.Tensor | None = None
         self._read: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses
@@ -458,6 +464,56 @@ class Weight:
     def value(self, device: torch.device | str) -> torch.Tensor:
         """Returns the weight as a new tensor on a device."""
         return self.view(self.data(device))
+
+
+class Group:
+    """One or more weights that are fetched together and lie one after the other in memory. It also has the memory of
+    these weights on their device while the model runs, and a record of the work that uses them; only the fetcher of the
+    device changes these."""
+
+    def __init__(self, name: str, device_number: int, weights: Sequence[Weight], are_experts: bool = False) -> None:
+        self.name, self.device_number, self.weights = name, device_number, list(weights)
+        # True if the weights are stacks of experts. A call may then fetch a few of the experts.
+        self.are_experts = are_experts
+        self.stays = False  # whether the weights stay on their device, not compressed; if so, they are never fetched
+        self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
+        end = 0
+        for weight in self.weights:
+            weight.group = self
+            start = rounded_up(end, _ALIGNMENT)
+            self.offsets.append(start)
+            end = start + weight.num_bytes
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of the group in bytes, uncompressed and with padding
+        self.stored_bytes = 0  # size of the compressed rows, which a fetch moves; 0 until the tables are made
+        self.uses = 0  # number of calls that are using the weights
+        # True if the weights are in `memory`, or will be there when `ready` has been reached.
+        self.is_loaded = False
+        self.is_ahead = False  # whether the weights were fetched ahead of a use that has not begun
+        # The region of the arena that the group has, or had last. None: the group has a separate allocation, or no
+        # memory.
+        self.region: Region | None = None
+        self.memory: torch.Tensor | None = None  # uint8: the memory of the whole group
+        self.data: list[torch.Tensor] = []  # the bytes of each weight
+        self.values: list[torch.Tensor] = []  # the same bytes with the shapes and dtypes of the model's tensors
+        # CUDA: the arguments of `TensorStream.issue` for each weight, and the number of multiprocessors in them.
+        self.prepared: list[tuple[Any, ...]] = []
+        self.sms = 0
+        self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
+        # CUDA: events that are recorded before and after the last wait for the weights.
+        self.wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        # CUDA: for each stream, an event that is reached when the stream no longer reads the weights.
+        self.done: dict[int, torch.cuda.Event] = {}
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
+
+    def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
+        """Gives the group new memory, or takes its memory away if `memory` is None. region: the region of the memory in
+        the arena. None: the memory is not in the arena."""
+        self.region, self.memory, self.data, self.values, self.prepared = region, memory, [], [], []
+        if memory is not None:
+            self.data = [memory[start : start + weight.num_bytes] for weight, start in zip(self.weights, self.offsets)]
+            self.values = [weight.view(part) for weight, part in zip(self.weights, self.data)]
 
 
 # ---- storing ----

@@ -9,7 +9,7 @@ A `RowCache` (`_row_cache.py`) takes the arguments, looks rows up and counts. It
 changes: the `Generation` that is in use, and the order of the streams that read and write it. A generation has a `Slab`
 for each device, with the stored bytes of rows and a map that finds them. A refill makes a new generation, of as many of
 the hottest rows as the budget allows, and puts it in the place of the old one when it is filled. If the processes of a
-group share a cache, `Peers` (`_peers.py`) makes generations of the slabs of all ranks.
+group share a cache, `_peers.py` makes generations of the slabs of all ranks.
 """
 
 from ._row_cache import CacheStats, RowCache

@@ -40,94 +40,90 @@ if TYPE_CHECKING:
 _REFILL = "RowCache.refill"
 
 
-class Peers:
-    """The ranks whose slabs make up a cache. Slab r belongs to rank r.
+def members_of(group: ProcessGroup) -> RankGroup:
+    """Returns the ranks of a process group, whose slabs make up a cache. Slab r belongs to rank r. Raises RuntimeError
+    or ValueError if there is no such group, or if the group is too large."""
+    members = RankGroup(group)
+    if members.size > MAX_SLABS:
+        raise ValueError(f"the group has {members.size} ranks; a cache has at most {MAX_SLABS}")
+    return members
 
-    Attributes:
-        rank: the number of this process in the group.
-        size: number of processes in the group.
-    """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        """Raises RuntimeError or ValueError if there is no such group, or if the group is too large."""
-        self._group = RankGroup(group)
-        self.rank, self.size = self._group.rank, self._group.size
-        if self.size > MAX_SLABS:
-            raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS}")
+def agree(members: RankGroup, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
+    """Calls set_up() on each rank, and checks that the ranks can share a cache. A collective call. Raises what set_up()
+    raises. Also raises ValueError if ranks give different tables or budgets, are on several machines, or have GPUs that
+    cannot read each other's memory."""
 
-    def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
-        """Calls set_up() on each rank, and checks that the ranks can share a cache. A collective call. Raises what
-        set_up() raises. Also raises ValueError if ranks give different tables or budgets, are on several machines, or
-        have GPUs that cannot read each other's memory."""
+    def work() -> tuple[str, str, dict[str, Any]]:
+        set_up()
+        view = cache.view
+        return (
+            machine(),
+            _uuid(cache.devices[0]),
+            {
+                "shape of the table": list(view.shape),
+                "dtype of the table": view.dtype,
+                "row_bytes of the table": view.row_bytes,
+                "stored_bytes of the table": view.stored_bytes,
+                "codebook of the table": view.codebook,
+                "budget_bytes": cache.budget_bytes,
+                "type of device": cache.devices[0].type,
+                "hotness": "given" if has_hotness else None,
+            },
+        )
 
-        def work() -> tuple[str, str, dict[str, Any]]:
-            set_up()
-            view = cache.view
-            return (
-                machine(),
-                _uuid(cache.devices[0]),
-                {
-                    "shape of the table": list(view.shape),
-                    "dtype of the table": view.dtype,
-                    "row_bytes of the table": view.row_bytes,
-                    "stored_bytes of the table": view.stored_bytes,
-                    "codebook of the table": view.codebook,
-                    "budget_bytes": cache.budget_bytes,
-                    "type of device": cache.devices[0].type,
-                    "hotness": "given" if has_hotness else None,
-                },
-            )
+    agreed = members.together("RowCache", work)
+    machines, uuids, arguments = (list(of_ranks) for of_ranks in zip(*agreed))
+    check_one_machine("a RowCache with a group", machines)
+    same_on_all("RowCache", arguments)
+    members.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
 
-        agreed = self._group.together("RowCache", work)
-        machines, uuids, arguments = (list(of_ranks) for of_ranks in zip(*agreed))
-        check_one_machine("a RowCache with a group", machines)
-        same_on_all("RowCache", arguments)
-        self._group.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
 
-    def made(self, state: CacheState, hotness: Hotness, budget_bytes: int) -> Generation:
-        """Fills the slabs of all ranks and returns them as a new generation. A collective call. If it fails on one
-        rank, it raises on all ranks."""
-        device = state.devices[0]
-        plans: list[tuple[torch.Tensor, torch.Tensor]] = []
-        slabs: dict[int, Slab] = {}
-        segments: list[Segment | None] = []  # kept until all ranks have opened them
+def filled_by_all(members: RankGroup, state: CacheState, hotness: Hotness, budget_bytes: int) -> Generation:
+    """Fills the slabs of all ranks and returns them as a new generation. A collective call. If it fails on one rank, it
+    raises on all ranks."""
+    device, own = state.devices[0], members.rank
+    plans: list[tuple[torch.Tensor, torch.Tensor]] = []
+    slabs: dict[int, Slab] = {}
+    segments: list[Segment | None] = []  # kept until all ranks have opened them
 
-        def plan() -> dict[str, Any]:
-            items = hottest_first(hotness, state.view.geometry.num_items)
-            rows = rows_of(items, state.rows_per_item)
-            found, copies = plan_slabs(state.view, rows, self.size, 0, budget_bytes, True)
-            plans.extend(found)
-            return {"hotness": _fingerprint(items), "whether maps are copied": copies}
+    def plan() -> dict[str, Any]:
+        items = hottest_first(hotness, state.view.geometry.num_items)
+        rows = rows_of(items, state.rows_per_item)
+        found, copies = plan_slabs(state.view, rows, members.size, 0, budget_bytes, True)
+        plans.extend(found)
+        return {"hotness": _fingerprint(items), "whether maps are copied": copies}
 
-        def fill() -> list[Any]:
-            with state.beside():
-                slab = filled_slab(state.view, *plans[self.rank], self.rank, device)
-            slabs[self.rank], loans, segment = _lent(slab, self.rank, self.size)
-            segments.append(segment)
-            return loans
+    def fill() -> list[Any]:
+        with state.beside():
+            slab = filled_slab(state.view, *plans[own], own, device)
+        slabs[own], loans, segment = _lent(slab, own, members.size)
+        segments.append(segment)
+        return loans
 
-        def open_all() -> None:
-            for rank in range(self.size):
-                if rank != self.rank:
-                    slabs[rank] = _opened(loans[rank][self.rank], device)
+    def open_all() -> None:
+        for rank in range(members.size):
+            if rank != own:
+                slabs[rank] = _opened(loans[rank][own], device)
 
-        planned = self._group.together(_REFILL, plan)
-        same_on_all(_REFILL, planned)
-        loans = self._group.together(_REFILL, fill)
-        self._group.together(_REFILL, open_all)
-        in_order = tuple(slabs[rank] for rank in range(self.size))
-        made = state.generation_of(in_order, STATIC_WAYS, 0, sum(rows.numel() for rows, _ in plans))
-        if planned[0]["whether maps are copied"]:
-            with state.beside():
-                made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
-        return made
+    planned = members.together(_REFILL, plan)
+    same_on_all(_REFILL, planned)
+    loans = members.together(_REFILL, fill)
+    members.together(_REFILL, open_all)
+    in_order = tuple(slabs[rank] for rank in range(members.size))
+    made = state.generation_of(in_order, STATIC_WAYS, 0, sum(rows.numel() for rows, _ in plans))
+    if planned[0]["whether maps are copied"]:
+        with state.beside():
+            made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
+    return made
 
-    def give_back(self) -> None:
-        """Waits until all ranks have closed the memory that was lent to them, and then lets torch free the memory that
-        this rank has lent. A collective call."""
-        self._group.together(_REFILL, lambda: None)
-        if torch.cuda.is_initialized():
-            torch.cuda.ipc_collect()
+
+def give_back(members: RankGroup) -> None:
+    """Waits until all ranks have closed the memory that was lent to them, and then lets torch free the memory that this
+    rank has lent. A collective call."""
+    members.together(_REFILL, lambda: None)
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
 
 
 def _uuid(device: torch.device | int) -> str:

@@ -36,7 +36,7 @@ from .._rows.table import check_can_change, faults_of, handle_on, is_refused
 from .._tables.changes import changed_items
 from .._tables.coded_rows import CodedRows, live_table
 from .._tables.compressed_tensor import CompressedTensor
-from ._peers import Peers
+from . import _peers
 from ._slabs import (
     LRU_WAYS,
     MAX_SLABS,
@@ -181,7 +181,7 @@ class RowCache(OfThisProcess, TensorManners):
         group: ProcessGroup | None = None,
         slot_bytes: int | None = None,
     ) -> None:
-        self._peers = None if group is None else Peers(group)
+        self._members = None if group is None else _peers.members_of(group)
 
         def set_up() -> None:
             """Sets up an empty cache."""
@@ -198,10 +198,10 @@ class RowCache(OfThisProcess, TensorManners):
                 handle_on(self.view, device)
             self._state.generation = self._made(None)
 
-        if self._peers is None:
+        if self._members is None:
             set_up()
         else:
-            self._peers.agree(self, set_up, hotness is not None)
+            _peers.agree(self._members, self, set_up, hotness is not None)
         if hotness is not None:
             self.refill(hotness)
         elif self.policy == "static" and self.budget_bytes:
@@ -269,7 +269,7 @@ class RowCache(OfThisProcess, TensorManners):
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.devices))
         kind = f"policy={self.policy!r}" + (", writable=True" if self.writable else "")
-        of_group = f", rank {self._peers.rank} of {self._peers.size}" if self._peers is not None else ""
+        of_group = f", rank {self._members.rank} of {self._members.size}" if self._members is not None else ""
         return (
             f"ibp.RowCache(shape={list(self.shape)}, dtype={self.dtype}, {kind}, budget_bytes={self.budget_bytes:,}, "
             f"capacity={self.capacity:,} of {self.view.num_rows:,} rows, devices=[{where}]{of_group})"
@@ -482,17 +482,17 @@ class RowCache(OfThisProcess, TensorManners):
         """
         with self._state.change_lock:
             self.flush()
-            if self._peers is None:
+            if self._members is None:
                 self._swap(self._made(hottest_first(hotness, self.view.geometry.num_items)))
             else:
-                self._swap(self._peers.made(self._state, hotness, self.budget_bytes))
-                self._peers.give_back()
+                self._swap(_peers.filled_by_all(self._members, self._state, hotness, self.budget_bytes))
+                _peers.give_back(self._members)
         return self
 
     @property
     def _slab_devices(self) -> tuple[torch.device, ...]:
         """The device on which this process finds each slab."""
-        return self.devices if self._peers is None else self.devices * self._peers.size
+        return self.devices if self._members is None else self.devices * self._members.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
         """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until the
@@ -550,7 +550,7 @@ class RowCache(OfThisProcess, TensorManners):
         other processes lent for the old generation."""
         with self._state.lock:
             old, self._state.generation = self._state.generation, made
-        if self._peers is not None:
+        if self._members is not None:
             self._state.synchronize()
         del old
 
@@ -619,7 +619,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the cache belongs to a group, because other processes read its slabs."""
-        if self._peers is not None:
+        if self._members is not None:
             raise RuntimeError(
                 "rows of a cache that the processes of a group have in common stay as they are: change the table on "
                 "all ranks, and refill the cache"
@@ -636,7 +636,7 @@ class RowCache(OfThisProcess, TensorManners):
             misses, link_bytes = misses + missed, link_bytes + num_bytes
             for slab in range(len(of_slabs)):
                 of_slabs[slab] += hits[slab]
-                is_own = self.devices[slab] == device if self._peers is None else slab == self._peers.rank
+                is_own = self.devices[slab] == device if self._members is None else slab == self._members.rank
                 own += hits[slab] if is_own else 0
         return CacheStats(
             own,
@@ -697,12 +697,12 @@ def _check_policy(cache: RowCache) -> None:
         raise ValueError(f"policy is {cache.policy!r}; wanted one of {', '.join(map(repr, POLICIES))}")
     if cache.policy == "lru" and len(cache.devices) > 1:
         raise ValueError(f"policy 'lru' is for one device; there are {len(cache.devices)}")
-    if cache._peers is not None and (cache.policy != "static" or cache.writable or len(cache.devices) > 1):
+    if cache._members is not None and (cache.policy != "static" or cache.writable or len(cache.devices) > 1):
         raise ValueError(
             f"a cache with a group is static, not writable, and has one device a process; policy is {cache.policy!r}, "
             f"writable {cache.writable}, and there are {len(cache.devices)} devices"
         )
-    if cache._peers is not None and isinstance(cache.table, CodedRows):
+    if cache._members is not None and isinstance(cache.table, CodedRows):
         raise ValueError("a cache with a group is one of a table, not of an ibp.CodedRows")
     if cache.writable and cache.policy != "static":
         raise ValueError(f"a writable cache has policy 'static'; this one has {cache.policy!r}")

@@ -1,7 +1,7 @@
 """Defines deltas, and makes them. The deltas of tensors (`Delta`) and of checkpoints (`CheckpointDelta`) are
 values: they hold coded differences and the fingerprints of the versions before and after. `_applying.py` applies them.
 
-`make` compares pairs of versions in batches. On a GPU, `Making` codes the differences of many pairs at once, with the
+`make` compares pairs of versions in batches. On a GPU, the differences of many pairs are coded at once, with the
 known codebook. If these take too many bytes, and on a CPU, the versions of a pair are subtracted, and the difference is
 coded like any other tensor. `begin_differences` queues the work that measures a batch, so that a GPU measures the next
 batch while the deltas of the present one are made.
@@ -400,10 +400,10 @@ def begin_differences(
         if target.type == "cuda" and new.numel() > 0:
             near[index] = _brought(new, target), _brought(base, target)
             groups.setdefault((target, element_bytes_of(new.dtype)), []).append(index)
-    makings = [(indices, Making([near[i] for i in indices], updates_bases)) for indices in groups.values()]
+    begun = [(indices, begin_on_gpu([near[i] for i in indices], updates_bases)) for indices in groups.values()]
 
     def finish() -> list[Delta]:
-        coded = {index: found for indices, making in makings for index, found in zip(indices, making.deltas())}
+        coded = {index: found for indices, made_by in begun for index, found in zip(indices, made_by())}
         made = []
         for index, ((new, base), target) in enumerate(zip(pairs, targets)):
             newer, older = near.get(index) or (_brought(new, target), _brought(base, target))
@@ -430,100 +430,112 @@ def _brought(x: Version, device: torch.device) -> torch.Tensor:
 # ---- on a GPU ----
 
 
-class Making:
-    """Makes the deltas of several pairs on one GPU, with the known codebook. The kernels subtract the bases while they
-    code. The constructor queues a kernel that measures the size of each coded row; `deltas` waits for this kernel.
+def begin_on_gpu(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], updates_bases: bool
+) -> Callable[[], list[Delta | None]]:
+    """Queues a kernel on a GPU that measures how large the rows of several deltas become if they are coded with the
+    known codebook. The kernels subtract the bases while they code.
 
     Args:
         pairs: (newer, base) for each delta, on one GPU. The elements of all tensors have the same size, and no tensor
             is empty.
         updates_bases: whether each base is overwritten with the newer version when the differences are coded. If so,
             all bases must be contiguous.
+
+    Returns:
+        A function that waits for the kernel, codes the differences, and returns the delta of each pair. The delta is
+        None if its coded rows would take more than WELL_CODED times the size of the tensor; the base of such a pair is
+        not overwritten.
     """
+    device, codebook = pairs[0][0].device, known_codebook(element_bytes_of(pairs[0][0].dtype))
+    # The structs that the kernels read hold addresses, so `finish` keeps these tensors.
+    held = [(bytes_of(newer), bytes_of(base)) for newer, base in pairs]
+    sizes = [newer.numel() for newer, _ in held]
+    num_rows, firsts = [-(-size // ROW_BYTES) for size in sizes], first_rows(sizes, ROW_BYTES)
+    tensors, edges, last_rows, first_groups = _placed(held, num_rows, firsts)
+    coding = codebook.words(device), codebook.codec
+    lengths = torch.empty(firsts[-1], dtype=torch.uint16, device=device)
+    counts = torch.empty(8 * firsts[-1], dtype=torch.uint16, device=device)
+    sums = torch.zeros(2 * len(pairs), dtype=torch.int64, device=device)
+    torch.ops.ibp.measure_deltas.default(tensors, *coding, lengths, counts, sums)
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], updates_bases: bool) -> None:
-        self._like, self._updates_bases = [newer for newer, _ in pairs], updates_bases
-        self._pairs = [(bytes_of(newer), bytes_of(base)) for newer, base in pairs]
-        self._device = device = pairs[0][0].device
-        self._sizes = [newer.numel() for newer, _ in self._pairs]
-        self._firsts = first_rows(self._sizes, ROW_BYTES)
-        self._num_rows = [-(-size // ROW_BYTES) for size in self._sizes]
-        self._tensors, self._edges, self._last_rows, self._first_groups = self._placed()
-        self._codebook = known_codebook(element_bytes_of(pairs[0][0].dtype))
-        self._coding, num_rows = (self._codebook.words(device), self._codebook.codec), self._firsts[-1]
-        self._lengths = torch.empty(num_rows, dtype=torch.uint16, device=device)
-        self._counts = torch.empty(8 * num_rows, dtype=torch.uint16, device=device)
-        self._sums = torch.zeros(2 * len(pairs), dtype=torch.int64, device=device)
-        torch.ops.ibp.measure_deltas.default(self._tensors, *self._coding, self._lengths, self._counts, self._sums)
-        self._index()
+    def indexed() -> tuple[torch.Tensor, staging.Coming]:
+        """Queues the computation of the offsets at which coded rows begin. Returns (these offsets; the numbers that
+        `_read` needs, on their way to the host)."""
+        bases = torch.ops.ibp.index_rows(lengths, lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
+        last_lengths = lengths.view(torch.int16)[last_rows].to(torch.int64)
+        return bases, staging.Coming(torch.cat([bases[edges], last_lengths, sums]))
 
-    def _placed(self) -> tuple[torch.Tensor, ...]:
-        """Returns four int64 tensors on the GPU: (the structs that describe the n pairs to the kernels [n, 10]; the
-        index of each pair's first group of rows, then the index of the group after each pair's last one [2 * n]; the
-        index of each pair's last row [n]; for each group, the index of its pair's first group [number of groups])."""
-        structs = [
-            [base.data_ptr(), newer.data_ptr(), base.numel(), first, 0, 0, 0, 0, 0, 0]
-            for (newer, base), first in zip(self._pairs, self._firsts)
-        ]
-        ends = np.array(self._firsts) // _core.ROWS_PER_BASE
-        first, last = ends[:-1], ends[1:]
-        last_rows = np.add(self._firsts[:-1], self._num_rows) - 1
-        parts = [np.array(structs).ravel(), first, last, last_rows, np.repeat(first, last - first)]
-        near = staging.queued(torch.from_numpy(np.concatenate(parts)), self._device)
-        tensors, *others = near.split([len(parts[0]), 2 * len(first), len(first), len(parts[-1])])
-        return tensors.view(-1, 10), *others
+    first_index = indexed()
 
-    def _index(self) -> None:
-        """Queues the computation of the offsets at which coded rows begin, and a copy to the host of the numbers that
-        `_read` needs."""
-        self._bases = torch.ops.ibp.index_rows(self._lengths, self._lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
-        last_lengths = self._lengths.view(torch.int16)[self._last_rows].to(torch.int64)
-        self._found = staging.Coming(torch.cat([self._bases[self._edges], last_lengths, self._sums]))
-
-    def _read(self) -> tuple[list[int], list[int], list[int]]:
-        """Waits for the results of `_index`. Returns (the offset at which each pair's coded rows begin, then the offset
-        past the last pair's rows; the size in bytes of each pair's coded rows; the sums of the words of each pair's
-        base and newer version)."""
-        found, n = self._found.wait().tolist(), len(self._sizes)
-        sizes = [
-            # The offsets count a last row that is stored raw as a full row. A length of 0 marks a raw row.
-            end - start - (-size % ROW_BYTES if length == 0 else 0)
-            for size, start, end, length in zip(self._sizes, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
-        ]
-        return [*found[:n], found[2 * n - 1]], sizes, found[3 * n :]
-
-    def deltas(self) -> list[Delta | None]:
-        """Returns the delta of each pair, or None if its coded differences would take more than WELL_CODED times the
-        size of the tensor. The bases of these pairs are not overwritten."""
-        starts, sizes, sums = self._read()
-        badly_coded = {i for i, size in enumerate(self._sizes) if sizes[i] > WELL_CODED * size}
+    def finish() -> list[Delta | None]:
+        bases, found = first_index
+        starts, coded_sizes, totals = _read(found, sizes)
+        badly_coded = {i for i, size in enumerate(sizes) if coded_sizes[i] > WELL_CODED * size}
         if badly_coded:
             for i in badly_coded:
                 # Marks all rows of the pair as default rows, so that they take no bytes in `overflow` and encode_deltas
                 # skips them.
-                self._lengths.view(torch.int16)[self._firsts[i] :][: self._num_rows[i]] = ROW_BYTES
-            self._index()
-            starts, sizes, sums = self._read()
-        overflow = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
-        torch.ops.ibp.encode_deltas.default(
-            self._tensors, *self._coding, self._lengths, self._counts, self._bases, self._updates_bases, overflow
-        )
-        bases = self._bases[:-1] - self._bases[self._first_groups]
+                lengths.view(torch.int16)[firsts[i] :][: num_rows[i]] = ROW_BYTES
+            bases, found = indexed()
+            starts, coded_sizes, totals = _read(found, sizes)
+        overflow = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        torch.ops.ibp.encode_deltas.default(tensors, *coding, lengths, counts, bases, updates_bases, overflow)
+        own_bases = bases[:-1] - bases[first_groups]
         made: list[Delta | None] = []
-        for i, (like, first) in enumerate(zip(self._like, self._firsts)):
+        for i, ((like, _), (newer, _), first) in enumerate(zip(pairs, held, firsts)):
             if i in badly_coded:
                 made.append(None)
                 continue
-            groups = slice(first // _core.ROWS_PER_BASE, self._firsts[i + 1] // _core.ROWS_PER_BASE)
+            groups = slice(first // _core.ROWS_PER_BASE, firsts[i + 1] // _core.ROWS_PER_BASE)
             table = CompressedTensor.of_parts(
                 Geometry(like.shape, like.dtype, ROW_BYTES),
                 scheme="planes",
                 slot_bytes=0,
                 slots=overflow[:0],
-                overflow=overflow[starts[i] : starts[i] + sizes[i]],
-                lengths=self._lengths[first : first + self._num_rows[i]],
-                bases=bases[groups] if sizes[i] else bases[:0],
-                codebook=self._codebook,
+                overflow=overflow[starts[i] : starts[i] + coded_sizes[i]],
+                lengths=lengths[first : first + num_rows[i]],
+                bases=own_bases[groups] if coded_sizes[i] else own_bases[:0],
+                codebook=codebook,
             )
-            made.append(Delta(table, *(finished(total, self._sizes[i]) for total in sums[2 * i : 2 * i + 2])))
+            made.append(Delta(table, *(finished(total, newer.numel()) for total in totals[2 * i : 2 * i + 2])))
         return made
+
+    return finish
+
+
+def _placed(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], num_rows: Sequence[int], firsts: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Returns four int64 tensors on the GPU: (the structs that describe the n pairs to the kernels [n, 10]; the index
+    of each pair's first group of rows, then the index of the group after each pair's last one [2 * n]; the index of
+    each pair's last row [n]; for each group, the index of its pair's first group [number of groups]).
+
+    Args:
+        pairs: the bytes of (newer, base) for each delta.
+        num_rows: the number of rows of each pair.
+        firsts: the result of `first_rows` for the pairs.
+    """
+    structs = [
+        [base.data_ptr(), newer.data_ptr(), base.numel(), first, 0, 0, 0, 0, 0, 0]
+        for (newer, base), first in zip(pairs, firsts)
+    ]
+    ends = np.array(firsts) // _core.ROWS_PER_BASE
+    first, last = ends[:-1], ends[1:]
+    parts = [np.array(structs).ravel(), first, last, np.add(firsts[:-1], num_rows) - 1, np.repeat(first, last - first)]
+    near = staging.queued(torch.from_numpy(np.concatenate(parts)), pairs[0][0].device)
+    tensors, *others = near.split([len(parts[0]), 2 * len(first), len(first), len(parts[-1])])
+    return tensors.view(-1, 10), *others
+
+
+def _read(coming: staging.Coming, sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Waits for the numbers of `begin_on_gpu`. Returns (the offset at which each pair's coded rows begin, then the
+    offset past the last pair's rows; the size in bytes of each pair's coded rows; the sums of the words of each pair's
+    base and newer version). sizes: the size in bytes of each tensor."""
+    found, n = coming.wait().tolist(), len(sizes)
+    coded_sizes = [
+        # The offsets count a last row that is stored raw as a full row. A length of 0 marks a raw row.
+        end - start - (-size % ROW_BYTES if length == 0 else 0)
+        for size, start, end, length in zip(sizes, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
+    ]
+    return [*found[:n], found[2 * n - 1]], coded_sizes, found[3 * n :]

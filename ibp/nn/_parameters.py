@@ -1,8 +1,8 @@
 """The tables that modules hold, and the parameters by which `parameters()` lists them.
 
-`SharedTable` holds the table of one or more modules. `SavedTensor` is a cache with which `state_dict()` makes a tensor
-only once, even if several names in the state dict refer to it. `TableParameter` stands for the plain weight of such a
-table. The functions at the end convert between weights and rows of tables.
+`SharedTable` holds the table of one or more modules, and `made_once` makes its plain weight once for a `state_dict()`.
+`TableParameter` stands for the plain weight of such a table. The functions at the end convert between weights and rows
+of tables.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBas
 # Methods that read the memory of a tensor directly, without calling an operation that `__torch_dispatch__` sees.
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
+# A function of (state dict, function that makes a tensor) that returns the tensor (see `made_once`).
+Saved = Callable[[dict[str, Any], Callable[[], torch.Tensor]], torch.Tensor]
 
-class SavedTensor:
-    """A cache of the tensor that was last made for a state dict. It holds only weak references to the dict and to the
-    tensor, so it keeps neither of them alive. Copies and pickles of the cache start empty."""
 
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None
+def made_once() -> Saved:
+    """Returns a function of (state, make) that makes the tensor of a weight only once for a state dict, even if several
+    names in the dict refer to the weight. The function returns the tensor that it has made for this state dict, if the
+    tensor still exists. Otherwise it calls make(), and returns its result. It holds only weak references to the dict
+    and to the tensor that was made last, so it keeps neither of them alive."""
+    last: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None
 
-    def of(self, state: dict[str, Any], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor that was made for this state dict, if it still exists. Otherwise calls make(), and caches
-        and returns its result."""
-        tensor = self._last[1]() if self._last is not None and self._last[0]() is state else None
+    def saved(state: dict[str, Any], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        nonlocal last
+        tensor = last[1]() if last is not None and last[0]() is state else None
         if tensor is None:
             tensor = make()
             # torch's state dicts are of class OrderedDict. A plain dict cannot be weakly referenced, so tensors for a
-            # plain dict are not cached.
+            # plain dict are not kept.
             if isinstance(state, OrderedDict):
-                self._last = weakref.ref(state), weakref.ref(tensor)
+                last = weakref.ref(state), weakref.ref(tensor)
         return tensor
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return SavedTensor, ()
+    return saved
 
 
 class SharedTable:
@@ -67,7 +68,7 @@ class SharedTable:
         stacked: the leading dimensions of the plain weight, if it is a stack of matrices; the table then holds the rows
             of all matrices, matrix by matrix. (): it is a single matrix.
         stays: whether the table stays where it is when a module is moved.
-        saved: the plain weight that was made for the latest `state_dict()`.
+        saved: makes the plain weight once for a `state_dict()` (see `made_once`).
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SharedTable:
         stacked: tuple[int, ...] = (),
         stays: bool = False,
     ) -> None:
-        self.weight, self.requires_grad, self.saved = table, requires_grad, SavedTensor()
+        self.weight, self.requires_grad, self.saved = table, requires_grad, made_once()
         self.transposed, self.stacked, self.stays = transposed, stacked, stays
 
     @property

@@ -20,7 +20,7 @@ import torch
 from .._common.modes import cannot_record
 from .._fetch.linear import differentiable, linear, slot_bytes_for, wants_gradients
 from .._tables.compressed_tensor import CompressedTensor, compress_rows, linear_of
-from ._parameters import SavedTensor, SharedTable, TableParameter, is_fast, placed_like, reshaped, rows_of_weight
+from ._parameters import SharedTable, TableParameter, is_fast, made_once, placed_like, reshaped, rows_of_weight
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
 TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in a coded state
@@ -131,8 +131,8 @@ class CodedModule(torch.nn.Module):
                 )
                 continue
             if key in state:  # an earlier state_dict() filled the same dict, and its tensor may be out of date
-                shared.saved = SavedTensor()
-            state[key] = shared.saved.of(state, functools.partial(shared.decoded, torch.device("cpu")))
+                shared.saved = made_once()
+            state[key] = shared.saved(state, functools.partial(shared.decoded, torch.device("cpu")))
 
     def _load_from_state_dict(self, *args: Any) -> None:
         with self._only_plain_parameters():

@@ -12,7 +12,7 @@ from ibp._core import ROWS_PER_BASE
 from ibp.deltas import _coding
 from ibp.deltas._applying import GpuBatch
 from ibp.deltas._coding import ROW_BYTES, known_codebook
-from ibp.deltas._delta import Making
+from ibp.deltas._delta import begin_on_gpu
 
 DEFAULT_ROW = ROW_BYTES  # the length of a row that takes no bytes
 
@@ -70,7 +70,7 @@ def test_many_tensors(monkeypatch, dtype, updates_bases):
         words[torch.randint(len(words), (1 + len(words) // 50,))] += 1
         pairs.append((newer if number != wild else newer.flip(0), base))
     before = [base.clone() for _, base in pairs]
-    made = Making(pairs, updates_bases).deltas()
+    made = begin_on_gpu(pairs, updates_bases)()
     assert [delta is None for delta in made[1:]] == [number == wild for number in range(1, len(pairs))]
     for delta, (newer, base), old in zip(made, pairs, before):
         assert_same_bits(base, newer if updates_bases and delta is not None else old)

@@ -88,7 +88,7 @@ def test_results(number, cache_bytes, options, is_transposed):
     model, x = Mixture(is_transposed=is_transposed), tokens(number)
     wanted, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
     offloaded = offload(model, resident_bytes=cache_bytes, lookahead=2, **options)
-    assert [one.stacks["up_proj"].is_cached for one in offloaded._experts] == 3 * [cache_bytes > 0]
+    assert [one.caches["up_proj"].policy == "lru" for one in offloaded._experts] == 3 * [cache_bytes > 0]
     for _ in range(3):
         assert_same_bits(model(x), wanted)
     for name, value in model.state_dict().items():
@@ -323,8 +323,8 @@ def test_damaged_rows():
     model, x = Mixture(), tokens(1)
     wanted = model(x, torch.tensor([[1, 2]]))
     offloaded = offload(model)
-    stack = offloaded._experts[1].stacks["up_proj"]
-    stack.cache.table.lengths[5 * stack.num_rows] = 4000
+    table = offloaded._experts[1].caches["up_proj"].table
+    table.lengths[5 * table.num_rows // EXPERTS] = 4000
     with pytest.raises(ibp.CorruptTableError):
         model(x, torch.tensor([[5, 2]]))
     assert_same_bits(model(x, torch.tensor([[1, 2]])), wanted)
@@ -416,7 +416,7 @@ def test_one_operation_fetches_the_experts_of_a_layer(request, is_on_gpu):
 def test_on_a_gpu(cuda, cache_bytes):
     plain, model = Mixture().to(cuda), Mixture()
     with ibp.offload(model, cuda, resident_bytes=cache_bytes, **SIZES) as offloaded:
-        assert all(s.cache.table.is_pinned() for one in offloaded._experts for s in one.stacks.values())
+        assert all(cache.table.is_pinned() for one in offloaded._experts for cache in one.caches.values())
         for number in (1, 2, 5, 40, 1):
             x = tokens(number).to(cuda)
             for _ in range(3):
@@ -465,6 +465,6 @@ def test_a_gpu_notes_experts_that_are_not_there(cuda):
             model.layers[0].experts(
                 tokens(len(index)).to(cuda), torch.tensor(index, device=cuda), torch.ones(len(index), 2, device=cuda)
             )
-            for stack in offloaded._experts[0].stacks.values():
+            for cache in offloaded._experts[0].caches.values():
                 with pytest.raises(IndexError):
-                    stack.cache.check()
+                    cache.check()
