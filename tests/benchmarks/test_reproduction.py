@@ -1289,7 +1289,7 @@ WITHOUT_MACHINE = {
     **{
         name: {"gpu"}
         for name in (
-            *("bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
+            *("batches", "bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
             *("more_clusters", "probes", "ratio", "sampling", "thresholds"),
         )
     },
