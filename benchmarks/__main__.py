@@ -103,7 +103,7 @@ OTHERS = {
     "kv_request --opt": 150,
     "weights": 140,
     "flexgen_opt": 150,
-    "flexgen_opt --trace": 120,
+    "flexgen_opt --trace": 150,
     "collectives": 90,
 }
 # These scripts take two GPUs if there are two.
