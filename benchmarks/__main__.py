@@ -84,7 +84,8 @@ OTHERS = {
     "profiles": 340,
     "scale": 90,
     "gnn_parallel": 90,
-    "densities": 220,
+    "densities": 350,
+    "thresholds --batches": 150,
     "scattered": 40,
     "codec --sizes": 70,
     "codec --joins": 30,
@@ -104,6 +105,7 @@ OTHERS = {
     "kv_request --opt": 150,
     "weights": 140,
     "flexgen_opt": 150,
+    "flexgen_opt --trace": 150,
     "collectives": 90,
 }
 # These scripts take two GPUs if there are two.

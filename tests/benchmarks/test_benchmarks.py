@@ -891,7 +891,7 @@ def test_one_claim_takes_its_scripts_alone(monkeypatch, tmp_path):
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--claim", "ibp", "Figure 11", *argv]) == 0
     signal.signal(signal.SIGTERM, before)
-    assert called == ["weights", "flexgen_opt"]
+    assert called == ["weights", "flexgen_opt", "flexgen_opt --trace"]
     for paper, item, known in (("ibp", "Table 8", "Table 1"), ("xyz", "Table 1", "dietgpu")):
         with pytest.raises(SystemExit, match=f"there is no '{item}' of '{paper}'; wanted one of .*{known}"):
             suite.rows_of(paper, item)

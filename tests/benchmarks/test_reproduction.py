@@ -1201,6 +1201,51 @@ def test_thresholds_by_size_of_rows(tmp_path, monkeypatch):
     assert run_quickly("thresholds", tmp_path, "--nets", "AlexNet")[: len(rows)] == rows
 
 
+def test_slots_of_a_small_batch_hold_rows_of_a_large_one(tmp_path, monkeypatch):
+    """A tensor of which a tenth is noise with the small batch, and half with the large one; and weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def snapshots(device, name, quick, batch, smallest=1.0):
+        assert smallest == (thresholds.SMALL_BATCH / thresholds.LARGE_BATCH if batch == thresholds.SMALL_BATCH else 1)
+        x = torch.zeros(40 * batch, 512)
+        share = 10 if batch == thresholds.SMALL_BATCH else 2
+        noise = torch.randint(2**31, x[::share].shape, generator=generator, dtype=torch.int32)
+        x[::share] = noise.view(torch.float32)
+        held = {"output": x, "weights": torch.zeros(160, 512)}
+        if batch == thresholds.SMALL_BATCH:
+            held["output that the large batch lacks"] = torch.zeros(40, 512)
+        return iter(2 * [thresholds.in_rows(held)])
+
+    monkeypatch.setattr(thresholds, "snapshots", snapshots)
+    main = ["--batches", "--device", "cpu", "--quick", "--out", str(tmp_path), "--nets", "LSTM"]
+    assert thresholds.main(main) == 0
+    rows = lines_of(tmp_path / "batches.csv")
+    assert list(rows[0]) == thresholds.BATCH_COLUMNS and {row["batch"] for row in rows} == {"16"}
+    for row_bytes in ("2048", "128"):
+        small, own = (
+            {
+                (row["slots"], row["threshold"]): row
+                for row in rows
+                if row["row_bytes"] == row_bytes and row["profiled_batch"] == batch
+            }
+            for batch in ("2", "16")
+        )
+        assert small.keys() == own.keys() and len(small) == 10
+        chosen = ("the paper's ratios", "0.3")
+        assert float(small[chosen]["ratio"]) > 1.5 * float(own[chosen]["ratio"])
+        assert (
+            float(small[chosen]["spilled"]) == pytest.approx(320 / 800, abs=0.01) and float(own[chosen]["spilled"]) == 0
+        )
+        assert float(small[chosen]["best_ratio"]) == pytest.approx(float(own[chosen]["best_ratio"]), rel=0.02)
+    monkeypatch.undo()
+    assert thresholds.main([*main[:-1], "AlexNet"]) == 0  # As quick programs have one batch, both profiles agree.
+    found = lines_of(tmp_path / "batches.csv")
+    assert found[: len(rows)] == rows and {row["program"] for row in found[len(rows) :]} == {"AlexNet"}
+    half = (len(found) - len(rows)) // 2
+    for small, own in zip(found[len(rows) :][:half], found[len(rows) :][half:], strict=True):
+        assert {**small, "profiled_batch": ""} == {**own, "profiled_batch": ""}
+
+
 @pytest.mark.slow
 def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(spill, "PROGRAMS", ("AlexNet", "LSTM"))
@@ -1245,7 +1290,7 @@ WITHOUT_MACHINE = {
     **{
         name: {"gpu"}
         for name in (
-            *("bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
+            *("batches", "bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
             *("more_clusters", "probes", "ratio", "sampling", "thresholds"),
         )
     },

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import gc
+import json
 import sys
 import types
 import weakref
@@ -406,6 +407,86 @@ def test_the_benchmark(tmp_path, capsys):
     for row in rows:
         assert all(float(row[name]) > 0 for name in ("gbps", "token_s", "prefill_s", "load_s"))
         assert float(row["request_s"]) == pytest.approx(float(row["prefill_s"]) + 11 * float(row["token_s"]), rel=1e-3)
+
+
+def test_intervals():
+    assert host.union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)] and host.union([]) == []
+    assert host.length([(0, 2), (1, 3), (1, 2), (7, 9)]) == 5
+    assert host.length_of_both([(0, 4), (6, 8)], [(3, 7), (3, 5)]) == 2
+    assert host.length_of_both([(0, 1)], [(1, 2)]) == 0 == host.length_of_both([], [(0, 1)])
+
+
+HTOD, GATHER, PRODUCT = "Memcpy HtoD (Pinned -> Device)", "void ibp::gather_items<Decoder>", "sm90_gemm"
+# What the GPU does in a layer of 100 us: (name, start, microseconds, bytes).
+LAYER = ((HTOD, 5, 60, 1000), (GATHER, 50, 20, 0), (PRODUCT, 10, 30, 0), (PRODUCT, 80, 10, 0))
+
+
+def write_trace(path, num_layers, layer=LAYER):
+    """Writes a trace as torch.profiler does. The host launches all work of a layer at its start. The GPU's clock is 7
+    us behind, so that the first copy of a layer seems to start before the wait of the layer before it ends."""
+    events = [{"ph": "M", "name": "process_name", "args": {}}]
+    for number in range(num_layers):
+        at = 100.0 * number
+        for name, start, dur, num_bytes in layer:
+            args = {"correlation": len(events), "bytes": num_bytes}
+            launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at + 1, "dur": 2, "args": args}
+            kind = "gpu_memcpy" if name == HTOD else "kernel"
+            events += [
+                {"ph": "X", **launch},
+                {"ph": "X", "cat": kind, "name": name, "ts": at + start - 7, "dur": dur, "args": args},
+            ]
+        wait = {"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": at + 90, "dur": 10}
+        events.append({"ph": "X", **wait, "args": {"correlation": 10**6 + number}})
+    events.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": 1e5, "dur": 1})
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_a_trace_is_divided_into_layers(tmp_path):
+    work, waits = host.read_trace(write_trace(tmp_path / "trace.json", 3))
+    layers = host.by_layer(work, waits, 310)  # The first layer begins 10 us earlier.
+    assert [len(own) for own, _ in layers] == [4, 4, 4] and [us for _, us in layers] == [110, 100, 100]
+    times = host.times_of(*layers[1], True)
+    assert [times[name] for name in host.TIMES] == pytest.approx([0.1, 0.06, 0.02, 0.04, 0.03, 0.025, 0.06])
+    assert (times["link_binds"], times["copied_bytes"], times["kernels"]) == (1, 1000, 4)
+    reading = host.times_of(*layers[1], False)  # ibp's kernels read pinned memory, and so keep the link busy.
+    assert [reading[name] for name in host.TIMES] == pytest.approx([0.1, 0.065, 0, 0.04, 0.03, 0.025, 0.065])
+    assert host.by_layer([], waits, 310) == []
+
+
+def test_the_trace_of_the_benchmark(tmp_path, monkeypatch):
+    """On the CPU nothing is traced; with a trace of six layers there is a row for the layers of each class."""
+    argv = ["--trace", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    (tmp_path / "flexgen_opt.csv").write_text("rows of the other part")
+
+    def rows():
+        assert (tmp_path / "flexgen_opt.csv").read_text() == "rows of the other part"
+        with open(tmp_path / "flexgen_trace.csv", newline="") as file:
+            return list(csv.DictReader(file))
+
+    assert host.main(argv) == 0
+    assert [row["step"] for row in rows()] == 4 * ["3", "4", "5"] and {row["part"] for row in rows()} == {"all"}
+    assert all(
+        row["link_ms"] == "0" and row["ms"] == row["idle_ms"] and float(row["untraced_ms"]) > 0 for row in rows()
+    )
+    trace = host.read_trace(write_trace(tmp_path / "trace.json", 2 + 2 * host.TINY.num_hidden_layers))
+    traced = host.traced
+
+    def with_work(*arguments):
+        tokens, found, untraced_s = traced(*arguments)
+        return tokens, {step: (*trace, 600e-6) for step in found}, untraced_s
+
+    monkeypatch.setattr(host, "traced", with_work)
+    monkeypatch.setattr(host, "DTYPES", (torch.float16,))
+    assert host.main(argv) == 0
+    parts = {row["part"]: row for row in rows() if row["step"] == "4" and row["arm"] == "FlexGen, ibp"}
+    assert {part: row["layers"] for part, row in parts.items()} == {
+        **{"all": "6", "InputEmbed": "1", "SelfAttention": "2", "MLP": "2", "OutputEmbed": "1"}
+    }
+    assert len(rows()) == 2 * 3 * 5
+    for part, row in parts.items():
+        assert float(row["ms"]) == pytest.approx(0.1 * int(row["layers"]), rel=1e-3), part
+        assert int(row["copied_bytes"]) == 1000 * int(row["layers"])
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
