@@ -30,6 +30,7 @@ from .._files import (
     SUFFIXES,
     WEIGHTS,
     PathLike,
+    check_names,
     check_names_safetensors,
     checked_metadata,
     file_of,
@@ -273,6 +274,9 @@ def compress(
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
         books = Codebooks(options, [tensor for shard in shards for tensor in shard.tensors.values()], kept)
+        for of_set in sets.values():
+            tensors = itertools.chain(*(shard.tensors.values() for shard in of_set))
+            check_names({tensor.name: books.is_coded(tensor) for tensor in tensors})
         write = functools.partial(_written, shards, target.parent, books, threads, progress)
         if len(shards) > 1:
             with Journal(target, plan_of(shards, options, kept)) as journal:

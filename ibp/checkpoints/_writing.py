@@ -6,11 +6,13 @@ tables one after the other, or that have tensors in memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from .._common.arguments import whole_number
-from .._common.process import Closing
+from .._common.process import Closing, ForkLock
 from .._common.sequences import ahead
 from .._files import (
     FileWriter,
@@ -44,6 +46,8 @@ from ._source import Source, SourceTensor, loaded_tensor
 _AHEAD = 2  # number of blocks that have been coded, and that wait to be written
 # Matches names that the format reserves, and names that look like those of a table's parts, such as "weight:slots".
 _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
+# Tensors by name, or functions that return them.
+_Tensors = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 # The classes of plain tensors. Objects of other subclasses may keep their values elsewhere.
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -104,6 +108,7 @@ def write_blocks(
     """
     reports: list[TensorReport] = []
     with (
+        writer.unit(),
         contextlib.closing(_written_to(writer, file, reports)) as writing,
         contextlib.closing(coded),
         ThreadPoolExecutor(1, "ibp-writer") as thread,
@@ -168,7 +173,10 @@ class CheckpointWriter(Closing):
     there already, `ibp.save` is simpler. `ibp.open` reads the file.
 
     It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
-    When the block ends with an exception, an earlier file of that name stays unchanged.
+    When the block ends with an exception, an earlier file of that name stays unchanged. If `write` or `compress` fails
+    after it has begun to write, no file appears, even if the block catches the exception: the end of the block then
+    raises ValueError. After an exception for wrong arguments, which comes before anything is written, the block can go
+    on.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -181,12 +189,14 @@ class CheckpointWriter(Closing):
     Args:
         output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
             supports.
-        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
-            for the header.
+        shapes: the shapes, by name, of all tables and tensors that will be written. They decide how much space is
+            reserved for the header. If the header needs more, for example for the codebooks of tables with clusters,
+            the end of the `with` block moves all data in the file, which takes as long as copying the file.
         metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
 
     Raises:
-        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
+        TypeError, ValueError: shapes or metadata is invalid, output has the suffix of another format, or (on leaving) a
+            call has failed.
         OSError: (on entering, writing and leaving) the file cannot be written.
     """
 
@@ -198,6 +208,8 @@ class CheckpointWriter(Closing):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         check_names_safetensors(output)
+        if not isinstance(shapes, Mapping) or not all(isinstance(shape, Sequence) for shape in shapes.values()):
+            raise TypeError(f"shapes is {str(shapes)[:80]}; wanted a mapping from names to shapes")
         self._output, self._metadata, self._header_bytes = output, metadata, header_room(shapes, metadata)
         self._file: FileWriter | None = None
         self._open = contextlib.ExitStack()
@@ -214,7 +226,7 @@ class CheckpointWriter(Closing):
             >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
             [True, False]
         """
-        if not name.isprintable() or _UNUSUAL_NAME.match(name):
+        if not isinstance(name, str) or not name.isprintable() or _UNUSUAL_NAME.match(name):
             return False
         is_plain = type(tensor) in _CLASSES and tensor.layout == torch.strided
         return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
@@ -223,8 +235,9 @@ class CheckpointWriter(Closing):
         """Writes a table or tensor, which may be on any device, block by block. Returns its size in bytes in the file.
 
         Raises:
+            TypeError: the name is not a string, or the value is neither a table nor a dense tensor.
             ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
-                safetensors does not have the tensor's dtype.
+                safetensors does not have the tensor's dtype; or an earlier call has failed.
         """
         file = self._opened()
         start = file.data_bytes
@@ -234,7 +247,7 @@ class CheckpointWriter(Closing):
             write_plain(file, name, value)
         return file.data_bytes - start
 
-    def compress(self, tensors: Mapping[str, torch.Tensor], *, jobs: int | None = None) -> dict[str, int]:
+    def compress(self, tensors: _Tensors, *, jobs: int | None = None) -> dict[str, int]:
         """Compresses tensors and writes them, in order. A separate thread writes what is compressed while the next
         tensors are compressed. Tensors of the same kind share a codebook: their names differ only in numbers, and their
         shapes and dtypes are equal. Tensors that would not get smaller, or that have less than 4 KiB, are stored
@@ -255,42 +268,43 @@ class CheckpointWriter(Closing):
             True
 
         Args:
-            tensors: dense tensors by name, in host memory or on GPUs, with any strides.
+            tensors: dense tensors by name, in host memory or on GPUs, with any strides; or functions that return them,
+                for programs that cannot hold all tensors at once. A function is called several times, by any thread,
+                and must return the same values each time. At most `jobs` of the tensors that functions have returned
+                are kept, and a few more while their blocks are written.
             jobs: the largest number of threads that compress tensors in host memory. None: one for each core.
 
         Returns:
             The size in bytes of each tensor in the file, by name, without its codebook.
 
         Raises:
-            TypeError: a value is not a dense tensor, or is of a subclass other than torch.nn.Parameter.
+            TypeError: tensors is not a mapping from strings to dense tensors, or a tensor is of a subclass other than
+                torch.nn.Parameter.
             ValueError: the file is not open, already has a tensor of such a name, or cannot have such a name; or
-                safetensors does not have the dtype of a tensor; or jobs is not 1 to 1024.
+                safetensors does not have the dtype of a tensor; or jobs is not 1 to 1024; or an earlier call has
+                failed.
             RuntimeError: a tensor on a GPU has changed while it was compressed.
             OSError: the file cannot be written.
         """
         file = self._opened()
         jobs = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
-        given: dict[SourceTensor, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            check_tensor(tensor, repr(name), KEPT_DTYPES)
-            if type(tensor) not in _CLASSES:
-                raise TypeError(f"{name!r} is a {type(tensor).__name__}; wanted a torch.Tensor or torch.nn.Parameter")
-            source = loaded_tensor(name, tensor, file.path)
-            source.header_entry()  # raises ValueError if safetensors does not have the dtype
-            file.check_table(name)
-            given[source] = tensor.detach()
-        on_host = [source for source, tensor in given.items() if tensor.is_cpu]
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors is a {type(tensors).__name__}; wanted a mapping from names to tensors")
+        file.check_names(dict.fromkeys(tensors, True))
+        load = _loader(tensors, jobs)
+        is_on_cpu = dict(_source_of(name, load, file.path) for name in tensors)
+        on_host = [source for source, on_cpu in is_on_cpu.items() if on_cpu]
         books = Codebooks(checked_options(Options(device="cpu")), on_host)
         books.prepare(on_host, jobs)
         compressor = WeightCompressor({"memory": "host"})
 
         def coded() -> Generator[Block, None, None]:
-            for on_cpu, some in itertools.groupby(given, lambda source: given[source].is_cpu):
+            for on_cpu, some in itertools.groupby(is_on_cpu, is_on_cpu.__getitem__):
                 if on_cpu:
                     blocks = (block for source in some for block in blocks_of(source, books))
                     yield from coded_on_cpu(blocks, jobs, content=False)
                 else:
-                    yield from (coded_on_its_gpu(source, given[source], compressor) for source in some)
+                    yield from (coded_on_its_gpu(source, load(source.name), compressor) for source in some)
 
         return {report.name: report.stored_bytes for report in write_blocks(file, file.path.name, coded())}
 
@@ -315,3 +329,42 @@ class CheckpointWriter(Closing):
     def close(self) -> None:
         """Finishes the file, like the end of the `with` block. Does nothing if the file is finished already."""
         self.__exit__(None, None, None)
+
+
+def _loader(tensors: _Tensors, num_held: int) -> Callable[[str], torch.Tensor]:
+    """Returns a function that returns the tensor of a name, without a gradient. It holds the last num_held tensors that
+    it has returned, and calls the functions in `tensors` for the others. It raises TypeError as
+    `CheckpointWriter.compress` does. Any thread may call it."""
+    # The functions run on the stream of the thread that makes the loader, whichever thread calls them.
+    lock, stream = ForkLock(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @functools.lru_cache(num_held)
+    def held(name: str) -> torch.Tensor:
+        given = tensors[name]
+        with torch.cuda.stream(stream):
+            tensor = given() if callable(given) else given
+        check_tensor(tensor, repr(name), KEPT_DTYPES)
+        if type(tensor) not in _CLASSES:
+            raise TypeError(f"{name!r} is a {type(tensor).__name__}; wanted a torch.Tensor or torch.nn.Parameter")
+        return tensor.detach()
+
+    def load(name: str) -> torch.Tensor:
+        with lock:  # `lru_cache` would let each of several threads call a function
+            return held(name)
+
+    return load
+
+
+def _source_of(name: str, load: Callable[[str], torch.Tensor], path: Path) -> tuple[SourceTensor, bool]:
+    """Returns (the `SourceTensor` of the tensor that `load` returns for a name, whether the tensor is in host memory).
+    The `SourceTensor` does not hold the tensor: each read loads it. Raises ValueError if safetensors does not have its
+    dtype. path: the file to which the tensor is written."""
+    tensor = load(name)
+    source = loaded_tensor(name, tensor, path)
+    source.header_entry()
+    is_on_cpu = tensor.is_cpu
+
+    def read(start: int, end: int) -> np.ndarray:
+        return loaded_tensor(name, load(name), path).read(start, end)
+
+    return replace(source, read=read), is_on_cpu

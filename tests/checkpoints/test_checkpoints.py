@@ -610,6 +610,25 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("shard_bytes", [None, 1])
+def test_names_that_a_file_cannot_have(tmp_path, shard_bytes):
+    """Nothing is written, neither to a file nor to a set. The names of tensors that cannot become tables are free."""
+    path, x, small = tmp_path / "in.npz", np.zeros((100, 100), np.float32), np.ones(3)
+    for tensors, message in (
+        ({"a": x, "a:overflow": small}, "a part of the table 'a' and another tensor both have the name 'a:overflow'"),
+        ({"a:overflow": x, "a": x}, "a part of the table 'a' and another tensor both have the name 'a:overflow'"),
+        ({"a": x, "ibp.x": small}, "'ibp.x' is reserved; wanted one that does not begin with 'ibp.'"),
+    ):
+        np.savez(path, **tensors)
+        with pytest.raises(ValueError, match=message):
+            compress(path, tmp_path / "out.safetensors", shard_bytes=shard_bytes)
+        assert os.listdir(tmp_path) == ["in.npz"]
+    np.savez(path, **{"a": small, "a:overflow": x})
+    report = compress(path, tmp_path / "out.safetensors", shard_bytes=shard_bytes)
+    assert {tensor.name: tensor.scheme for tensor in report.tensors} == {"a": None, "a:overflow": "planes"}
+    assert ibp.load(report.path, memory="host").keys() == {"a", "a:overflow"}
+
+
 def test_damaged_inputs_are_refused(tmp_path):
     np.save(tmp_path / "o.npy", np.array([{}], dtype=object))
     np.save(tmp_path / "good.npy", np.arange(100))
