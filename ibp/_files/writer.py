@@ -483,7 +483,7 @@ class _FileOutput:
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
-        self._file = new.file.fileno()
+        self._file = new.file
         self._buffer = bytearray()
         self._hashes: list[int] = []  # The hashes of the blocks that are complete.
         self._block, self._missing = xxhash.xxh3_64(), BLOCK_BYTES  # The last block, and the bytes that it lacks.
@@ -528,7 +528,7 @@ class _FileOutput:
     def _write_at(self, start: int, data: memoryview) -> None:
         with self._errors():
             while data:
-                written = os.pwrite(self._file, data, start)
+                written = os.pwrite(self._file.fileno(), data, start)  # raises ValueError if the file is closed
                 start, data = start + written, data[written:]
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
@@ -553,7 +553,7 @@ class _FileOutput:
 
     def _move(self, num_bytes: int) -> None:
         """Moves the data by num_bytes bytes toward the end of the file, block by block, the last block first."""
-        with self._errors(), open(self._file, "rb", closefd=False) as file:
+        with self._errors(), open(self._file.fileno(), "rb", closefd=False) as file:
             for end in range(self._end, self._room, -BLOCK_BYTES):
                 start = max(self._room, end - BLOCK_BYTES)
                 file.seek(start)

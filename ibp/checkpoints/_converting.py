@@ -278,7 +278,8 @@ def compress(
             tensors = itertools.chain(*(shard.tensors.values() for shard in of_set))
             check_names({tensor.name: books.is_coded(tensor) for tensor in tensors})
         write = functools.partial(_written, shards, target.parent, books, threads, progress)
-        if len(shards) > 1:
+        others: tuple[str, ...] = ()
+        if conversion is not None or len(shards) > 1:
             with Journal(target, plan_of(shards, options, kept)) as journal:
                 if not journal.open(restart) and not force:
                     # Another call, which has just released the journal, may have made the output.
@@ -287,11 +288,13 @@ def compress(
                         raise exists(there)
                 records, num_kept, peak_bytes = write(journal, True)
                 journal.publish(sets, records)
+                if conversion is not None:
+                    others = conversion.finish()
+                journal.close()
         elif there is not None:
             raise exists(there)
         else:
             records, num_kept, peak_bytes = write(None, force)
-        others = () if conversion is None else conversion.finish()
         in_order = [records[shard.path] for shard in shards]
         report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes, others)
     if verify_output:
@@ -325,8 +328,8 @@ def _written(
         shards: the files, as `shards_of` plans them.
         home: the directory of the output.
         books, jobs, replace: as in `write_file`.
-        journal: the journal of a set, in whose directory the files are written, except those that an earlier call has
-            finished. None: there is only one file, and it is written to its final path.
+        journal: the journal in whose directory the files are written, except those that an earlier call has finished.
+            None: there is only one file, and it is written to its final path.
     """
     finished = {} if journal is None else {shard.path: journal.finished(shard.path) for shard in shards}
     records = {path: record for path, record in finished.items() if record is not None}
@@ -350,7 +353,6 @@ def _written(
                 fields = write_file(to, shard, books, coder, jobs, passed, like=like, replace=replace)
                 records[shard.path] = journal.write_record(shard.path, fields)
             else:
-                path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
                 with replacing(path, [path.name]):
                     fields = write_file(path, shard, books, coder, jobs, passed, like=like, replace=replace)
                 records[shard.path] = {**fields, "file": shard.path, "size": path.stat().st_size}
@@ -509,7 +511,10 @@ def write_source(
                 for name, part in zip(names, parts):
                     path = target.with_name(name)
                     new = replaced(path, part.num_bytes, like=source.files, alone=True, replace=force)
-                    write_part(files.enter_context(new), part, pieces)
+                    file = files.enter_context(new)
+                    write_part(file, part, pieces)
+                    file.flush()
+                    os.fsync(file.fileno())  # If the disk is full, no file gets its name.
                     weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)

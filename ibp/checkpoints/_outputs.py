@@ -2,11 +2,11 @@
 replaced. The plan says which tensors each file holds (`shards_of`), and how large the files become. A `Journal` has a
 record of each finished file. The last part has the reports and the estimates.
 
-While `compress` makes a set of files, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so
-that an interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole
-set. When all files are finished, they are moved to their final paths, and the directory is removed. Only one call at a
-time uses the directory: it locks a file there. When the call's process ends, for whatever reason, the system releases
-the lock.
+While `compress` makes a set of files, or compresses a directory to a directory, its finished files wait in a directory
+beside the output, `.<name>.ibp-work`, so that an interrupted call can be repeated. This work directory also has a
+record of each finished file, and a plan of the whole output. When all files are finished, they are moved to their final
+paths, the other files of the input's directory are copied, and the work directory is removed. Only one call at a time
+uses it: the call locks a file there. When the call's process ends, for whatever reason, the system releases the lock.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def work_directory(target: Path) -> Path:
 
 
 class Journal:
-    """The directory of a set that is being made. A context manager: leaving it releases the directory. If the `with`
-    block ends with an exception, and no file is finished, the directory is also removed.
+    """The work directory of an output that is being made. A context manager: leaving it releases the directory. If the
+    `with` block ends with an exception, and no file is finished, the directory is also removed.
 
     Args:
         target: the output's path.
@@ -323,7 +323,8 @@ class Journal:
         os.replace(place, self._home / file)
 
     def publish(self, sets: Mapping[Path, Sequence[Source]], records: Mapping[str, dict[str, Any]]) -> None:
-        """Moves finished files to their final paths, writes the index of each set, and removes the directory.
+        """Moves finished files to their final paths, and writes the index of each set. Until `close` is called, a call
+        with the same plan still uses these files.
 
         sets: for each set, its files. The key is the path, within the directory of the output, that the set is named
             after. A set of one file has no index.
@@ -338,7 +339,6 @@ class Journal:
                     weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
                     write_index(target, weight_map, sum(record["data_bytes"] for record in made))
             sync_directory(target.parent)
-        self.close()
 
     def close(self) -> None:
         """Removes the directory. The locked file is removed last, because without it another call could begin."""

@@ -1,7 +1,10 @@
 """Outputs of `ibp.save`, `ibp.checkpoints` and the command line: their names, what is there already, and what goes."""
 
+import errno
+import itertools
 import json
 import os
+import pathlib
 import stat
 import threading
 
@@ -265,6 +268,27 @@ def test_nothing_is_left_of_what_is_replaced(write, before, after):
     assert sorted(os.listdir("out")) == sorted([*wanted, "other-00001-of-00002.safetensors"])
     os.unlink("out/other-00001-of-00002.safetensors")
     assert_holds("out", NEW)
+
+
+def test_a_set_for_which_the_disk_is_too_small(monkeypatch):
+    """No file of the earlier set is replaced before all new ones are on disk."""
+    ibp.save("coded.safetensors", NEW, shard_bytes=40_000)
+    ibp.save("out.safetensors", OLD, shard_bytes=40_000)
+    before = {name: pathlib.Path(name).read_bytes() for name in os.listdir()}
+    for full_at in range(4):
+        calls = itertools.count()
+
+        def sync(file, full_at=full_at, calls=calls, fsync=os.fsync):
+            if next(calls) == full_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(file)
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device: wanted room for"):
+            patch.setattr(os, "fsync", sync)
+            ibp.checkpoints.decompress("coded.safetensors.index.json", "out.safetensors", force=True)
+        assert {name: pathlib.Path(name).read_bytes() for name in os.listdir()} == before
+    ibp.checkpoints.decompress("coded.safetensors.index.json", "out.safetensors", force=True)
+    assert_holds("out.safetensors.index.json", NEW)
 
 
 def test_an_index_removes_no_other_files():

@@ -519,6 +519,21 @@ def test_what_a_writer_refuses(tmp_path, table):
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["x"]
 
 
+def test_a_writer_that_is_closed_in_the_middle_of_a_write(tmp_path, monkeypatch):
+    """As if an interrupt ended the wait for the thread that writes: it writes to no descriptor that is not its own."""
+    written, pwrite = [], os.pwrite
+
+    def close_after(descriptor, data, start):
+        written.append(pwrite(descriptor, data[:1], start))
+        writer._output.discard()
+        return written[-1]
+
+    monkeypatch.setattr(os, "pwrite", close_after)
+    with pytest.raises(ValueError, match="closed file"), FileWriter(tmp_path / "x") as writer:
+        write_plain(writer, "a", torch.ones(1 << 20))
+    assert written == [1] and os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("num_names", [1, 40_000])  # by which the data move less, and more, than they have bytes
 def test_a_header_without_enough_room(tmp_path, num_names):
     data = torch.randint(0, 256, ((5 << 19) + 1,), dtype=torch.uint8)
