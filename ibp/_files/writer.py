@@ -109,7 +109,8 @@ def save(
             knows ("s3://...", "memory://..."). A directory is made if its name ends in a slash and it does not exist.
         tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name. A single
             table or tensor may be given without a name, and gets the name "tensor". Tensors are stored uncompressed,
-            and may have any dtype that safetensors has. Arrays are stored as tensors. For an
+            and may have any dtype that safetensors has. Arrays are stored as tensors. No name may begin with "ibp.", or
+            be that of a part of a table, such as "weight:slots" if there is a table "weight". For an
             `ibp.deltas.CheckpointDelta` the file also keeps the names of tensors that no longer exist (`File.removed`).
         metadata: a mapping from strings to strings, which is stored in the file. No key may begin with "ibp.".
         shard_bytes: the largest size in bytes of the data of a file, unless a single table or tensor is larger. Larger
@@ -183,7 +184,17 @@ def _write_files(
         with contextlib.ExitStack() as stack:
             for name, items in zip(names, shards):
                 gone = () if weight_map else removed  # Only the first file lists them.
-                writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
+                shapes = {each: tuple(value.shape) for each, value in items.items()} | dict.fromkeys(gone, ())
+                tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
+                books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
+                writer = FileWriter(
+                    path.with_name(name),
+                    metadata=metadata,
+                    header_bytes=header_room(shapes, metadata, books),
+                    data_bytes=sum(map(_stored, items.values())),
+                    on_write=on_write,
+                )
+                stack.enter_context(writer)
                 for each in gone:
                     writer.add_removed(each)
                 for each, value in items.items():
@@ -198,27 +209,6 @@ def _write_files(
                 total += writer.data_bytes
         if len(shards) > 1:
             write_index(path, weight_map, total)
-
-
-def _writer_of(
-    path: Path,
-    items: Mapping[str, Value],
-    removed: Sequence[str],
-    metadata: Mapping[str, str] | None,
-    on_write: Callable[[int], object],
-) -> FileWriter:
-    """Returns the writer for a file that will hold these values, with enough space for the header. items: the values,
-    by name. removed: names that will be passed to `add_removed`."""
-    tables = {name: value.table if isinstance(value, Delta) else value for name, value in items.items()}
-    shapes = {name: tuple(table.shape) for name, table in tables.items()} | dict.fromkeys(removed, ())
-    books = [table.codebook for table in tables.values() if isinstance(table, CompressedTensor)]
-    return FileWriter(
-        path,
-        metadata=metadata,
-        header_bytes=header_room(shapes, metadata, books),
-        data_bytes=sum(map(_stored, items.values())),
-        on_write=on_write,
-    )
 
 
 def _stored(value: Value) -> int:
@@ -642,7 +632,8 @@ def header_room(
     metadata: Mapping[str, str] | None = None,
     codebooks: Iterable[AnyCodebook | None] | None = None,
 ) -> int:
-    """Returns a size in bytes that is enough for the header of any file of these tables and tensors.
+    """Returns a size in bytes that is enough for the header of any file of these tables and tensors, if `codebooks` has
+    their codebooks.
 
     Args:
         shapes: the shapes of the tables and tensors, by name.

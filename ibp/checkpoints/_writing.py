@@ -291,16 +291,15 @@ class CheckpointWriter(Closing):
         if not isinstance(tensors, Mapping):
             raise TypeError(f"tensors is a {type(tensors).__name__}; wanted a mapping from names to tensors")
         file.check_names(dict.fromkeys(tensors, True))
-        load = _loader(tensors, jobs)
-        is_on_cpu = dict(_source_of(name, load, file.path) for name in tensors)
-        on_host = [source for source, on_cpu in is_on_cpu.items() if on_cpu]
+        are_on_cpu, load = _sources_of(tensors, jobs, file.path)
+        on_host = [source for source, is_on_cpu in are_on_cpu.items() if is_on_cpu]
         books = Codebooks(checked_options(Options(device="cpu")), on_host)
         books.prepare(on_host, jobs)
         compressor = WeightCompressor({"memory": "host"})
 
         def coded() -> Generator[Block, None, None]:
-            for on_cpu, some in itertools.groupby(is_on_cpu, is_on_cpu.__getitem__):
-                if on_cpu:
+            for is_on_cpu, some in itertools.groupby(are_on_cpu, are_on_cpu.__getitem__):
+                if is_on_cpu:
                     blocks = (block for source in some for block in blocks_of(source, books))
                     yield from coded_on_cpu(blocks, jobs, content=False)
                 else:
@@ -331,11 +330,14 @@ class CheckpointWriter(Closing):
         self.__exit__(None, None, None)
 
 
-def _loader(tensors: _Tensors, num_held: int) -> Callable[[str], torch.Tensor]:
-    """Returns a function that returns the tensor of a name, without a gradient. It holds the last num_held tensors that
-    it has returned, and calls the functions in `tensors` for the others. It raises TypeError as
-    `CheckpointWriter.compress` does. Any thread may call it."""
-    # The functions run on the stream of the thread that makes the loader, whichever thread calls them.
+def _sources_of(
+    tensors: _Tensors, num_held: int, path: Path
+) -> tuple[dict[SourceTensor, bool], Callable[[str], torch.Tensor]]:
+    """Returns (a `SourceTensor` for each tensor, and whether the tensor is in host memory; a function that returns the
+    tensor of a name, without a gradient). A source does not hold its tensor, but calls the function, as any thread may
+    do. The function holds the last num_held tensors that it has returned. Raises what `CheckpointWriter.compress`
+    raises for a wrong tensor. path: the file to which the tensors are written."""
+    # Functions run on the stream of the calling thread, whichever thread calls them.
     lock, stream = ForkLock(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @functools.lru_cache(num_held)
@@ -352,19 +354,12 @@ def _loader(tensors: _Tensors, num_held: int) -> Callable[[str], torch.Tensor]:
         with lock:  # `lru_cache` would let each of several threads call a function
             return held(name)
 
-    return load
-
-
-def _source_of(name: str, load: Callable[[str], torch.Tensor], path: Path) -> tuple[SourceTensor, bool]:
-    """Returns (the `SourceTensor` of the tensor that `load` returns for a name, whether the tensor is in host memory).
-    The `SourceTensor` does not hold the tensor: each read loads it. Raises ValueError if safetensors does not have its
-    dtype. path: the file to which the tensor is written."""
-    tensor = load(name)
-    source = loaded_tensor(name, tensor, path)
-    source.header_entry()
-    is_on_cpu = tensor.is_cpu
-
-    def read(start: int, end: int) -> np.ndarray:
+    def read(name: str, start: int, end: int) -> np.ndarray:
         return loaded_tensor(name, load(name), path).read(start, end)
 
-    return replace(source, read=read), is_on_cpu
+    are_on_cpu: dict[SourceTensor, bool] = {}
+    for name in tensors:
+        source = loaded_tensor(name, load(name), path)
+        source.header_entry()  # raises ValueError if safetensors does not have the dtype
+        are_on_cpu[replace(source, read=functools.partial(read, name))] = load(name).is_cpu
+    return are_on_cpu, load

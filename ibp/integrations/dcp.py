@@ -56,7 +56,8 @@ class Writer(FileSystemWriter):
     stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
     as torch stores them. Tensors of the same kind, such as the same weight in all layers, share a codebook. A tensor on
     a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU, by up to 4 threads, but no more
-    than torch uses.
+    than torch uses. The planner's `resolve_data` is called several times for each tensor, also by these threads, so
+    that only a few of the tensors that a planner makes are in memory at the same time.
 
     Every save writes files with new names. A file appears under its name only when it is complete. So an earlier
     checkpoint in the same directory stays complete until the new metadata replace the old metadata. Then the old files
