@@ -5,7 +5,6 @@ written last. The file gets its name when it is complete."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -248,8 +247,7 @@ class FileWriter:
         data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The error
             message for a full disk gives this size.
         on_write: a function that is called after each write of data, with the number of bytes that were written.
-        like, alone, replace: as in `NewFile`: the files that permissions are taken from, whether to refuse if another
-            call is writing the same path, and whether to replace an existing file.
+        like: the files that permissions are taken from, as in `NewFile`.
 
     If an error interrupts the writing of a tensor or a table, no more can be written, and `finish` raises, even if the
     caller has caught the error. An error that is raised before anything is written, such as for a name that occurs
@@ -272,11 +270,8 @@ class FileWriter:
         data_bytes: int = 0,
         on_write: Callable[[int], object] | None = None,
         like: Iterable[str | os.PathLike[str]] = (),
-        alone: bool = False,
-        replace: bool = True,
     ) -> None:
-        self.path, self._on_write, self._expected_bytes = Path(path), on_write, data_bytes
-        self._begin_file = functools.partial(NewFile, self.path, like=like, alone=alone, replace=replace)
+        self.path, self._on_write, self._expected_bytes, self._like = Path(path), on_write, data_bytes, like
         self._metadata = checked_metadata(metadata)
         self._room = min(rounded_up(header_bytes), _MOST_ROOM)
         self._lines: dict[str, str] = {}
@@ -440,7 +435,8 @@ class FileWriter:
     # ---- the file ----
 
     def __enter__(self) -> FileWriter:
-        self._output = _FileOutput(self._begin_file(), self.path, self._room, self._expected_bytes)
+        new = NewFile(self.path, like=self._like)
+        self._output = _FileOutput(new, self.path, self._room, self._expected_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

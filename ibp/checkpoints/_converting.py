@@ -190,9 +190,9 @@ def compress(
     config.json beside weights gets an entry that says that the weights are coded. `from_pretrained` of transformers and
     diffusers loads such weights if ibp is imported; otherwise it finds no weights.
 
-    The output gets its name only when it is complete. Until then, finished files of a set are kept in the directory
-    `.<name>.ibp-work` beside the output. If the call is interrupted, the next call with the same arguments uses these
-    files, unless the inputs have changed.
+    The output gets its name only when it is complete. Until then, its files are in the directory `.<name>.ibp-work`
+    beside the output. If the call is interrupted, the next call with the same arguments uses the finished files, unless
+    the inputs have changed.
 
     Example:
         >>> torch.save({"w": torch.arange(1000.0).repeat(100, 1)}, "model.pt")
@@ -277,24 +277,16 @@ def compress(
         for of_set in sets.values():
             tensors = itertools.chain(*(shard.tensors.values() for shard in of_set))
             check_names({tensor.name: books.is_coded(tensor) for tensor in tensors})
-        write = functools.partial(_written, shards, target.parent, books, threads, progress)
-        others: tuple[str, ...] = ()
-        if conversion is not None or len(shards) > 1:
-            with Journal(target, plan_of(shards, options, kept)) as journal:
-                if not journal.open(restart) and not force:
-                    # Another call, which has just released the journal, may have made the output.
-                    there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
-                    if there is not None:
-                        raise exists(there)
-                records, num_kept, peak_bytes = write(journal, True)
-                journal.publish(sets, records)
-                if conversion is not None:
-                    others = conversion.finish()
-                journal.close()
-        elif there is not None:
-            raise exists(there)
-        else:
-            records, num_kept, peak_bytes = write(None, force)
+        with Journal(target, plan_of(shards, options, kept)) as journal:
+            if not journal.open(restart) and not force:
+                # Another call, which has just released the journal, may have made the output.
+                there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
+                if there is not None:
+                    raise exists(there)
+            records, num_kept, peak_bytes = _written(shards, journal, books, threads, progress)
+            journal.publish(sets, records)
+            others = () if conversion is None else conversion.finish()
+            journal.close()
         in_order = [records[shard.path] for shard in shards]
         report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes, others)
     if verify_output:
@@ -313,25 +305,17 @@ def verified_bytes(path: str, progress: bool) -> int:
 
 
 def _written(
-    shards: Sequence[Source],
-    home: Path,
-    books: Codebooks,
-    jobs: int,
-    progress: bool,
-    journal: Journal | None,
-    replace: bool,
+    shards: Sequence[Source], journal: Journal, books: Codebooks, jobs: int, progress: bool
 ) -> tuple[dict[str, dict[str, Any]], int, int]:
-    """Writes the files of an output. Returns (the records of all files, by their paths within the directory of the
-    output; the number of files that an earlier call has finished; the peak of this process's own memory in bytes).
+    """Writes the files of an output to the directory of its journal, except those that an earlier call has finished.
+    Returns (the records of all files, by their paths within the directory of the output; the number of files that an
+    earlier call has finished; the peak of this process's own memory in bytes).
 
     Args:
         shards: the files, as `shards_of` plans them.
-        home: the directory of the output.
-        books, jobs, replace: as in `write_file`.
-        journal: the journal in whose directory the files are written, except those that an earlier call has finished.
-            None: there is only one file, and it is written to its final path.
+        books, jobs: as in `write_file`.
     """
-    finished = {} if journal is None else {shard.path: journal.finished(shard.path) for shard in shards}
+    finished = {shard.path: journal.finished(shard.path) for shard in shards}
     records = {path: record for path, record in finished.items() if record is not None}
     num_kept, missing = len(records), [shard for shard in shards if shard.path not in records]
     coder, peak_bytes, passed_bytes = coder_on(books.device, jobs), own_memory(), 0
@@ -346,16 +330,10 @@ def _written(
                 peak_bytes, passed_bytes = max(peak_bytes, own_memory()), 0
 
         for shard in missing:
-            path = home / shard.path
+            path = journal.home / shard.path
             like = [os.fspath(path)] if path.exists() else shard.files  # A file that is there keeps its permissions.
-            if journal is not None:
-                to = journal.path_of(shard.path)
-                fields = write_file(to, shard, books, coder, jobs, passed, like=like, replace=replace)
-                records[shard.path] = journal.write_record(shard.path, fields)
-            else:
-                with replacing(path, [path.name]):
-                    fields = write_file(path, shard, books, coder, jobs, passed, like=like, replace=replace)
-                records[shard.path] = {**fields, "file": shard.path, "size": path.stat().st_size}
+            fields = write_file(journal.path_of(shard.path), shard, books, coder, jobs, passed, like)
+            records[shard.path] = journal.write_record(shard.path, fields)
     return records, num_kept, peak_bytes
 
 

@@ -2,11 +2,11 @@
 replaced. The plan says which tensors each file holds (`shards_of`), and how large the files become. A `Journal` has a
 record of each finished file. The last part has the reports and the estimates.
 
-While `compress` makes a set of files, or compresses a directory to a directory, its finished files wait in a directory
-beside the output, `.<name>.ibp-work`, so that an interrupted call can be repeated. This work directory also has a
-record of each finished file, and a plan of the whole output. When all files are finished, they are moved to their final
-paths, the other files of the input's directory are copied, and the work directory is removed. Only one call at a time
-uses it: the call locks a file there. When the call's process ends, for whatever reason, the system releases the lock.
+`compress` writes files to a work directory beside the output, `.<name>.ibp-work`, where the finished ones wait for the
+others, so that an interrupted call can be repeated. This directory also has a record of each finished file, and a plan
+of the whole output. When all files are finished, they are moved to their final paths, the other files of an input that
+is a directory are copied, and the work directory is removed. Only one call at a time uses it: the call locks a file
+there. When the call's process ends, for whatever reason, the system releases the lock.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def plan_of(shards: Sequence[Source], options: Options, kept: Iterable[str]) -> 
 
 
 def work_directory(target: Path) -> Path:
-    """Returns the directory where the finished files of a set wait until all files of the set are finished. target: the
+    """Returns the directory where the finished files of an output wait until all of them are finished. target: the
     output's path."""
     return target.with_name(f".{target.name}.ibp-work")
 
@@ -192,14 +192,18 @@ class Journal:
 
     Args:
         target: the output's path.
-        plan: the description of the set that `plan_of` returns. Files that were finished under another plan are not
+        plan: the description of the output that `plan_of` returns. Files that were finished under another plan are not
             used.
+
+    Attributes:
+        directory: the work directory.
+        home: the directory of the output.
     """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.directory = work_directory(target)
         self._lock: int | None = None
-        self._target, self._home, self._plan = target, target.parent, plan
+        self._target, self.home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool) -> bool:
         """Makes the directory, if it does not exist, and locks it. Returns whether an interrupted call with the same
@@ -302,7 +306,7 @@ class Journal:
     def _place(self, file: str, record: dict[str, Any]) -> Path | None:
         """Returns the path of a record's file: in the directory, or its final path if an earlier call has already moved
         it. Returns None if there is no such file, or if it has changed."""
-        for path in (self.directory / file, self._home / file):
+        for path in (self.directory / file, self.home / file):
             with contextlib.suppress(FileNotFoundError):
                 found = path.lstat()
                 told = found.st_size, found.st_mtime_ns
@@ -319,8 +323,8 @@ class Journal:
                 f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
                 "same call again, which writes it anew"
             )
-        (self._home / file).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(place, self._home / file)
+        (self.home / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(place, self.home / file)
 
     def publish(self, sets: Mapping[Path, Sequence[Source]], records: Mapping[str, dict[str, Any]]) -> None:
         """Moves finished files to their final paths, and writes the index of each set. Until `close` is called, a call
@@ -331,7 +335,7 @@ class Journal:
         records: the records of the files, by their paths.
         """
         for path, shards in sets.items():
-            target, made = self._home / path, [records[shard.path] for shard in shards]
+            target, made = self.home / path, [records[shard.path] for shard in shards]
             with replacing(target, outputs_of(target, len(made))):
                 for record in made:
                     self.move(record)

@@ -62,9 +62,7 @@ def write_file(
     coder: Coder,
     jobs: int,
     on_bytes: Callable[[int], object],
-    *,
     like: Iterable[str],
-    replace: bool,
 ) -> dict[str, Any]:
     """Writes a file of ibp. Returns the fields of its record (see `Journal.write_record`).
 
@@ -75,16 +73,13 @@ def write_file(
         coder: the coder of the device of `books`.
         jobs: the number of threads that learn codebooks.
         on_bytes: called after each block that is written, with its number of bytes before coding.
-        like, replace: as in `FileWriter`.
-
-    Raises:
-        BlockingIOError: another call is writing the same file.
+        like: as in `FileWriter`.
     """
     tensors = list(shard.tensors.values())
     books.prepare(tensors, jobs)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     room = header_room(shapes, shard.metadata, map(books.of, tensors))
-    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
+    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like) as writer:
         coded = coder(block for tensor in tensors for block in blocks_of(tensor, books))
         reports = write_blocks(writer, shard.path, coded, on_bytes)
         fields = {"names": writer.names, "data_bytes": writer.data_bytes}

@@ -14,8 +14,10 @@ import torch
 
 import ibp
 from ibp._cli.main import main
+from ibp._common.whole_files import replaced
 from ibp._files import FileWriter
 from ibp.checkpoints import _converting
+from ibp.checkpoints._outputs import Journal
 
 OLD = {f"w{number}": torch.zeros(64, 256).bfloat16() for number in range(4)}
 NEW = {name: torch.ones_like(value) for name, value in OLD.items()}
@@ -203,8 +205,12 @@ def test_permissions_of_what_is_made(file):
 
 @pytest.mark.parametrize("call", [compress, ibp.checkpoints.decompress])
 def test_the_second_of_two_calls_is_refused(call, file):
-    with FileWriter("out.safetensors", alone=True), pytest.raises(BlockingIOError, match="another call writes"):
-        call(file, "out.safetensors", force=True)
+    path = pathlib.Path("out.safetensors")
+    with Journal(path, {}) as journal, replaced(path, 0):
+        journal.open(True)
+        with pytest.raises(BlockingIOError, match="another call writes"):
+            call(file, path, force=True)
+        journal.close()
     call(file, "out.safetensors", force=True)
     assert_holds("out.safetensors", NEW)
     assert sorted(os.listdir()) == [file, "out.safetensors"]
@@ -230,7 +236,7 @@ def test_a_call_that_has_ended_meanwhile_is_not_replaced(shard_bytes, file, monk
 
 
 def test_saves_to_one_path_go_beside_each_other():
-    with FileWriter("out.safetensors", alone=True) as writer:
+    with FileWriter("out.safetensors") as writer:
         thread = threading.Thread(target=ibp.save, args=("out.safetensors", NEW))
         thread.start()
         thread.join()
