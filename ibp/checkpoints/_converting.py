@@ -37,7 +37,6 @@ from .._files import (
     format_of_name,
     index_of,
     is_of_weights,
-    is_there,
     is_url,
     output_of,
     outputs_of,
@@ -63,10 +62,8 @@ from ._outputs import (
     CheckpointReport,
     Journal,
     TensorEstimate,
-    already_there,
     check_output,
     compressed_bytes,
-    exists,
     plan_of,
     report_of,
     shards_of,
@@ -255,7 +252,6 @@ def compress(
         conversion = conversion_of(inputs, output, True, stack, verifies)
         if conversion is None:
             opened = stack.enter_context(open_sources(inputs, verify=verifies))
-        there = None if force else already_there(output, CODED_WEIGHTS, conversion)
         is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
         check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
         target = stack.enter_context(written_to(output, CODED_WEIGHTS))
@@ -278,11 +274,8 @@ def compress(
             tensors = itertools.chain(*(shard.tensors.values() for shard in of_set))
             check_names({tensor.name: books.is_coded(tensor) for tensor in tensors})
         with Journal(target, plan_of(shards, options, kept)) as journal:
-            if not journal.open(restart) and not force:
-                # Another call, which has just released the journal, may have made the output.
-                there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
-                if there is not None:
-                    raise exists(there)
+            # Checks again, because another call, which has just released the journal, may have made the output.
+            journal.open(restart, functools.partial(check_output, output, CODED_WEIGHTS, conversion, force))
             records, num_kept, peak_bytes = _written(shards, journal, books, threads, progress)
             journal.publish(sets, records)
             others = () if conversion is None else conversion.finish()

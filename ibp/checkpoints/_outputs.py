@@ -19,7 +19,7 @@ import shutil
 import stat
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,11 @@ def check_output(output: PathLike, name: str, conversion: Conversion | None, for
     would load. The other arguments are as in `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
-        raise exists(there)
+        raise FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
     if conversion is not None:
         conversion.check()
     elif (target := directory_of(output)) is not None:
         check_other_files(target / name)
-
-
-def exists(there: str) -> FileExistsError:
-    """Returns the error for an output that exists already."""
-    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 # ---- which tensors a file holds ----
@@ -205,10 +200,11 @@ class Journal:
         self._lock: int | None = None
         self._target, self.home, self._plan = target, target.parent, plan
 
-    def open(self, restart: bool) -> bool:
-        """Makes the directory, if it does not exist, and locks it. Returns whether an interrupted call with the same
-        plan has left the directory. If so, and if `restart` is set, the finished files in the directory are kept;
-        otherwise the directory is emptied. No other call can use the directory until `release` is called.
+    def open(self, restart: bool, check: Callable[[], object] = lambda: None) -> None:
+        """Makes the directory, if it does not exist, and locks it, so that no other call can use it until `release` is
+        called. If an interrupted call with the same plan has left the directory, and if `restart` is set, the finished
+        files in it are kept; otherwise it is emptied. check: called before a directory that no call with the same plan
+        has left is emptied. The directory stays as it is if `check` raises.
 
         Raises:
             OSError: another call is using the directory, or its path is not a directory.
@@ -218,10 +214,11 @@ class Journal:
             goes_on = json.loads((self.directory / _PLAN).read_bytes()) == self._plan
         except (OSError, ValueError):
             goes_on = False
+        if not goes_on:
+            check()
         if not (restart and goes_on):
             self._empty()
         write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
-        return goes_on
 
     def __enter__(self) -> Journal:
         return self

@@ -20,6 +20,7 @@ from ibp._files import FileWriter
 from ibp.checkpoints import _coding, _converting
 from ibp.checkpoints._inputs import open_source, open_sources
 from ibp.checkpoints._outputs import Journal
+from ibp.checkpoints._source import source_of
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
@@ -437,6 +438,14 @@ def test_models_are_estimated_as_their_checkpoints(as_module, tmp_path):
     assert found.savings == wanted.savings > 0.2
     with pytest.raises(TypeError, match="on meta; wanted a dense tensor"):
         ibp.checkpoints.estimate(torch.nn.Linear(100, 100, device="meta"))
+
+
+def test_a_model_that_is_estimated_is_not_copied():
+    """Tensors with strides of any kind are read where they are."""
+    x = torch.randn(64, 200)
+    with source_of({"whole": x, "across": x.t(), "steps": x[::2, ::3]}) as source:
+        x.zero_()
+        assert not any(tensor.tensor().any() for tensor in source.tensors.values())
 
 
 # ---- interruptions ----

@@ -65,6 +65,8 @@ def test_a_copy_that_fails(model, tmp_path, monkeypatch, shard_bytes):
             shutil, "copyfileobj", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
         )
         compress(model, f"{small}/", shard_bytes=shard_bytes)
+    with pytest.raises(FileExistsError, match="is there already"):
+        compress(model, f"{small}/", shard_bytes=shard_bytes, level="fast")  # another call, which changes nothing
     report = compress(model, f"{small}/", shard_bytes=shard_bytes)
     assert report.kept_files == len(report.files)
     assert set(texts(small)) >= {"config.json", "templates/tool.jinja", "tokenizer.model", *report.files}
