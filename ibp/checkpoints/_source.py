@@ -36,6 +36,7 @@ from .._files import (
     FileFormatError,
     PathLike,
     View,
+    check_names,
     entry_of,
     find_files,
     form_of,
@@ -234,6 +235,7 @@ def source_of(state: Mapping[str, torch.Tensor]) -> Source:
     tensors, of_memory = dict[str, SourceTensor](), dict[tuple, SourceTensor]()
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
+            check_names({name: False})
             check_tensor(value, name)
             tensor = loaded_tensor(name, value, "the model")
             memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from .._common.arguments import whole_number
-from .._common.process import Closing, ForkLock
+from .._common.process import Closing
 from .._common.sequences import ahead
 from .._files import (
     FileWriter,
@@ -333,7 +334,7 @@ def _sources_of(
     do. The function holds the last num_held tensors that it has returned. Raises what `CheckpointWriter.compress`
     raises for a wrong tensor. path: the file to which the tensors are written."""
     # Functions run on the stream of the calling thread, whichever thread calls them.
-    lock, stream = ForkLock(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    lock, stream = threading.Lock(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @functools.lru_cache(num_held)
     def held(name: str) -> torch.Tensor:

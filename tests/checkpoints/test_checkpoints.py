@@ -438,6 +438,8 @@ def test_models_are_estimated_as_their_checkpoints(as_module, tmp_path):
     assert found.savings == wanted.savings > 0.2
     with pytest.raises(TypeError, match="on meta; wanted a dense tensor"):
         ibp.checkpoints.estimate(torch.nn.Linear(100, 100, device="meta"))
+    with pytest.raises(TypeError, match="the name 3 is of type int; wanted text"):
+        ibp.checkpoints.estimate({3: torch.ones(5000)})
 
 
 def test_a_model_that_is_estimated_is_not_copied():
