@@ -255,18 +255,29 @@ def test_a_planner_that_copies(tmp_path, num_threads):
 
 
 class _Interrupted(DefaultSavePlanner):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls_left = calls
+
     def resolve_data(self, item):
         if item.index.fqn == "mask":
-            raise OSError("interrupted")
+            self.calls_left -= 1
+            if not self.calls_left:
+                raise OSError("interrupted")
+            return super().resolve_data(item).clone()
         return super().resolve_data(item)
 
 
-def test_an_interrupted_save(tmp_path):
-    """The checkpoint before it is whole, and the next save removes what is left."""
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
+def test_an_interrupted_save(tmp_path, calls):
+    """The checkpoint before it is whole, and the next save removes what is left. The planner fails at its first call
+    for a tensor, or at a later one, on the thread that reads the tensor."""
     save(tmp_path, states())
     changed = {**states(), "weight": embedding(ROWS, COLUMNS, seed=9)}
     with pytest.raises(CheckpointException, match="interrupted"):
-        dcp.save(changed, storage_writer=Writer(tmp_path), planner=_Interrupted(), no_dist=True)
+        dcp.save(changed, storage_writer=Writer(tmp_path), planner=_Interrupted(calls), no_dist=True)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ibp")]
+    assert len(list(tmp_path.glob("*.ibp.safetensors"))) == 1
     assert_loaded(tmp_path, states())
     save(tmp_path, changed)
     assert_loaded(tmp_path, changed)
