@@ -236,8 +236,8 @@ def compress(
         ibp.ChecksumError, ibp.CorruptTableError: with `verify_output`, the output holds other bytes than were written.
             The output stays, so that its faults can be examined.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output has the
-            suffix of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
-            weights is not JSON.
+            suffix of another format (.npz, .pt), two inputs have a tensor with the same name, a name begins with "ibp."
+            or is that of a part of a table, or a config.json beside weights is not JSON.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -197,14 +198,14 @@ class Journal:
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.directory = work_directory(target)
-        self._lock: int | None = None
+        self._lock: io.FileIO | None = None
         self._target, self.home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool, check: Callable[[], object] = lambda: None) -> None:
         """Makes the directory, if it does not exist, and locks it, so that no other call can use it until `release` is
         called. If an interrupted call with the same plan has left the directory, and if `restart` is set, the finished
-        files in it are kept; otherwise it is emptied. check: called before a directory that no call with the same plan
-        has left is emptied. The directory stays as it is if `check` raises.
+        files in it are kept; otherwise it is emptied. check: called before that, unless the interrupted call has begun
+        to move finished files to their final paths. The directory stays as it is if `check` raises.
 
         Raises:
             OSError: another call is using the directory, or its path is not a directory.
@@ -214,7 +215,9 @@ class Journal:
             goes_on = json.loads((self.directory / _PLAN).read_bytes()) == self._plan
         except (OSError, ValueError):
             goes_on = False
-        if not goes_on:
+        records = self.directory.rglob(f"*{RECORD}")
+        has_moved = any(not path.with_name(path.name.removesuffix(RECORD)).exists() for path in records)
+        if not (goes_on and has_moved):
             check()
         if not (restart and goes_on):
             self._empty()
@@ -230,19 +233,19 @@ class Journal:
 
     def release(self) -> None:
         """Releases the directory if this journal holds its lock, so that other calls can use it."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
-    def _locked(self) -> int:
-        """Makes the directory if it does not exist, and takes its lock. Returns the descriptor that holds the lock."""
+    def _locked(self) -> io.FileIO:
+        """Makes the directory if it does not exist, and takes its lock. Returns the file that holds the lock."""
         path = self.directory / _LOCK
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.directory.is_symlink():
                 raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
             try:
-                return open_locked(path, 0o666, self._take)
+                return io.FileIO(open_locked(path, 0o666, self._take), "r+")
             except FileNotFoundError:  # another call, which had used the directory, has just removed it
                 continue
 

@@ -235,6 +235,20 @@ def test_a_call_that_has_ended_meanwhile_is_not_replaced(shard_bytes, file, monk
     assert not any(name.startswith(".") for name in os.listdir())
 
 
+def test_what_was_made_since_an_interruption_is_not_replaced(file, monkeypatch):
+    """The interrupted call has moved none of its files, so that what is there is none of them."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        compress(file, "out.safetensors", shard_bytes=70_000)
+    ibp.save("out.safetensors", OLD)
+    with pytest.raises(FileExistsError, match="out.safetensors is there already"):
+        compress(file, "out.safetensors", shard_bytes=70_000)
+    assert_holds("out.safetensors", OLD)
+    assert compress(file, "out.safetensors", shard_bytes=70_000, force=True).kept_files == 2
+    assert_holds("out.safetensors.index.json", NEW)
+    assert not any(name.startswith(".") for name in os.listdir())
+
+
 def test_saves_to_one_path_go_beside_each_other():
     with FileWriter("out.safetensors") as writer:
         thread = threading.Thread(target=ibp.save, args=("out.safetensors", NEW))
