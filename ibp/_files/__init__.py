@@ -66,4 +66,13 @@ from .paths import (
     written_to,
 )
 from .reader import read_header
-from .writer import FileWriter, checked_metadata, codebook_bytes, header_room, save, write_plain, write_table
+from .writer import (
+    FileWriter,
+    check_names,
+    checked_metadata,
+    codebook_bytes,
+    header_room,
+    save,
+    write_plain,
+    write_table,
+)

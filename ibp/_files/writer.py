@@ -5,10 +5,10 @@ written last. The file gets its name when it is complete."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,7 +67,6 @@ from .paths import (
     written_to,
 )
 
-_RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # The names of the user's tensors must not begin with one of these.
 _BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at most this size, and written together.
 _ENTRY_BYTES = 128  # Largest size in bytes of a tensor's entry in the header, without its name and its shape.
 _SIZE_BYTES = 21  # Largest size in bytes of one number of a shape in the header: 20 digits and a comma.
@@ -75,6 +74,7 @@ _FIXED_BYTES = 1024  # Largest size in bytes of what every header has: format, r
 # Space in bytes that `header_room` reserves for the fields of a table without its name and its shape, for each
 # dimension of the shape, and for the fields and entries of a codebook.
 _FIELDS_BYTES, _DIMENSION_BYTES, _CODEBOOK_BYTES = 680, 32, 2048
+_MOST_ROOM = (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT  # Largest size in bytes of a header with its padding.
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 # A function that appends the bytes of a contiguous array, a buffer, or a tensor on the CPU.
@@ -108,7 +108,8 @@ def save(
             knows ("s3://...", "memory://..."). A directory is made if its name ends in a slash and it does not exist.
         tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name. A single
             table or tensor may be given without a name, and gets the name "tensor". Tensors are stored uncompressed,
-            and may have any dtype that safetensors has. Arrays are stored as tensors. For an
+            and may have any dtype that safetensors has. Arrays are stored as tensors. No name may begin with "ibp.", or
+            be that of a part of a table, such as "weight:slots" if there is a table "weight". For an
             `ibp.deltas.CheckpointDelta` the file also keeps the names of tensors that no longer exist (`File.removed`).
         metadata: a mapping from strings to strings, which is stored in the file. No key may begin with "ibp.".
         shard_bytes: the largest size in bytes of the data of a file, unless a single table or tensor is larger. Larger
@@ -161,6 +162,7 @@ def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> 
             )
         if isinstance(value, torch.Tensor):
             check_tensor(value, repr(name), KEPT_DTYPES)
+    check_names({name: not isinstance(value, torch.Tensor) for name, value in items.items()})
     return items
 
 
@@ -181,7 +183,17 @@ def _write_files(
         with contextlib.ExitStack() as stack:
             for name, items in zip(names, shards):
                 gone = () if weight_map else removed  # Only the first file lists them.
-                writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
+                shapes = {each: tuple(value.shape) for each, value in items.items()} | dict.fromkeys(gone, ())
+                tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
+                books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
+                writer = FileWriter(
+                    path.with_name(name),
+                    metadata=metadata,
+                    header_bytes=header_room(shapes, metadata, books),
+                    data_bytes=sum(map(_stored, items.values())),
+                    on_write=on_write,
+                )
+                stack.enter_context(writer)
                 for each in gone:
                     writer.add_removed(each)
                 for each, value in items.items():
@@ -196,27 +208,6 @@ def _write_files(
                 total += writer.data_bytes
         if len(shards) > 1:
             write_index(path, weight_map, total)
-
-
-def _writer_of(
-    path: Path,
-    items: Mapping[str, Value],
-    removed: Sequence[str],
-    metadata: Mapping[str, str] | None,
-    on_write: Callable[[int], object],
-) -> FileWriter:
-    """Returns the writer for a file that will hold these values, with enough space for the header. items: the values,
-    by name. removed: names that will be passed to `add_removed`."""
-    tables = {name: value.table if isinstance(value, Delta) else value for name, value in items.items()}
-    shapes = {name: tuple(table.shape) for name, table in tables.items()} | dict.fromkeys(removed, ())
-    books = [table.codebook for table in tables.values() if isinstance(table, CompressedTensor)]
-    return FileWriter(
-        path,
-        metadata=metadata,
-        header_bytes=header_room(shapes, metadata, books),
-        data_bytes=sum(map(_stored, items.values())),
-        on_write=on_write,
-    )
 
 
 def _stored(value: Value) -> int:
@@ -251,16 +242,21 @@ class FileWriter:
     Args:
         path: path of the file.
         metadata: the user's metadata, a mapping from strings to strings; no key may begin with "ibp.".
-        header_bytes: size in bytes of the space for the header, see `header_room`.
+        header_bytes: size in bytes of the space for the header, see `header_room`. If the header turns out to be
+            larger, `finish` moves the data, which takes as long as copying the file.
         data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The error
             message for a full disk gives this size.
         on_write: a function that is called after each write of data, with the number of bytes that were written.
-        like, alone, replace: as in `NewFile`: the files that permissions are taken from, whether to refuse if another
-            call is writing the same path, and whether to replace an existing file.
+        like: the files that permissions are taken from, as in `NewFile`.
+
+    If an error interrupts the writing of a tensor or a table, no more can be written, and `finish` raises, even if the
+    caller has caught the error. An error that is raised before anything is written, such as for a name that occurs
+    twice, has no such effect.
 
     Raises:
-        ValueError: a name occurs twice or is reserved, the header does not fit in its space, or the data of a tensor do
-            not have the size that its shape requires.
+        TypeError: a name is not a string.
+        ValueError: a name occurs twice or is reserved, the data of a tensor do not have the size that its shape
+            requires, the header is larger than readers of safetensors allow, or an earlier call has failed.
         OSError: the file cannot be written. The message names the file, and for a full disk says how many bytes are
             needed.
     """
@@ -274,21 +270,16 @@ class FileWriter:
         data_bytes: int = 0,
         on_write: Callable[[int], object] | None = None,
         like: Iterable[str | os.PathLike[str]] = (),
-        alone: bool = False,
-        replace: bool = True,
     ) -> None:
-        self.path, self._on_write, self._expected_bytes = Path(path), on_write, data_bytes
-        self._begin_file = functools.partial(NewFile, self.path, like=like, alone=alone, replace=replace)
+        self.path, self._on_write, self._expected_bytes, self._like = Path(path), on_write, data_bytes, like
         self._metadata = checked_metadata(metadata)
-        self._room = min(rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
-        self._header_bytes = 0
-        self._claim_header("its metadata", _FIXED_BYTES + _metadata_bytes(self._metadata))
+        self._room = min(rounded_up(header_bytes), _MOST_ROOM)
         self._lines: dict[str, str] = {}
         self._entries: dict[str, dict[str, Any]] = {}
-        self._plain: set[str] = set()
-        self._tables: set[str] = set()
+        self._names: dict[str, bool] = {}  # the names of tables and plain tensors; whether each one is a table
         self._codebooks: dict[AnyCodebook, int] = {}
         self._open: str | None = None  # the name of the tensor that is being written
+        self._failure: str | None = None  # the error that has left a `unit`
         self._output: _FileOutput | None = None
 
     # ---- the file's contents ----
@@ -297,18 +288,14 @@ class FileWriter:
         """Returns a context in which an uncompressed tensor is written. It yields the function that appends bytes.
         Leaving it raises ValueError if the data do not have the size that the shape requires. dtype: the dtype's name
         in the header; torch need not have the dtype."""
-        self._check_name(name, self._plain)
-        self._plain.add(name)
-        self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
+        self.check_names({name: False})
+        self._names[name] = False
         return self._tensor(name, dtype, shape)
 
     def part(self, name: str, dtype: str) -> contextlib.AbstractContextManager[Write]:
         """Returns a context in which a part of a table, named `<table>:<part>`, or of a codebook is written. It yields
         the function that appends bytes. The part has one dimension and is padded with zeros. A part without bytes gets
         no entry in the header."""
-        if name in self._entries or name in self._plain or name in self._tables:
-            raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
-        self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
         return self._tensor(name, dtype, None)
 
     def codebook(self, codebook: AnyCodebook) -> int:
@@ -318,69 +305,61 @@ class FileWriter:
         line, parts = codebook_record(codebook, self.codebook)
         number = len(self._codebooks)
         key = f"{CODEBOOK_KEY}{number}"
-        self._add_line(key, line)
-        for name, array in parts.items():
-            with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as write:
-                write(array)
-        self._codebooks[codebook] = number
+        with self.unit():
+            self._lines[key] = line
+            for name, array in parts.items():
+                with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as write:
+                    write(array)
+            self._codebooks[codebook] = number
         return number
 
     def table(self, name: str, fields: TableFields) -> None:
         """Adds the fields of a table to the metadata. The caller must also write the table's parts, `<name>:slots` and
         so on, with `part`, before or after this call. The number of the codebook in `fields` must be the one that
         `codebook` has returned."""
-        self.check_table(name)
-        self._add_line(f"{TABLE_KEY}{name}", fields.text())
-        self._tables.add(name)
+        self.check_names({name: True})
+        self._lines[f"{TABLE_KEY}{name}"] = fields.text()
+        self._names[name] = True
 
     def add_removed(self, name: str) -> None:
         """Adds an entry to the metadata that says that a tensor no longer exists. Only for the delta of a
         checkpoint."""
-        self._add_line(f"{REMOVED_KEY}{name}", "")
+        self._lines[f"{REMOVED_KEY}{name}"] = ""
 
     @property
     def names(self) -> list[str]:
         """Names of the plain tensors and the parts of tables that were written so far."""
-        return [name for name in self._entries if not name.startswith(_RESERVED)]
+        return [name for name in self._entries if not name.startswith(PREFIX)]
 
     @property
     def data_bytes(self) -> int:
         """Size in bytes of the data that were written so far, padding included."""
         return self._output.data_bytes if self._output is not None else 0
 
-    def check_table(self, name: str) -> None:
-        """Raises ValueError if a new table cannot have the name."""
-        self._check_name(name, self._tables)
+    def check_names(self, names: Mapping[str, bool]) -> None:
+        """Raises what the function `check_names` raises unless new tables and plain tensors can have these names. Also
+        raises ValueError if an earlier call has failed."""
+        self._check_whole()
+        check_names(names, self._names)
 
-    def _check_name(self, name: str, kind: set[str]) -> None:
-        """Raises ValueError if a new table, or a new plain tensor, cannot have the name. kind: the set that the name
-        will be added to, `_tables` or `_plain`."""
-        if name == "__metadata__" or name.startswith(_RESERVED):
-            raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
-        table = name.rpartition(":")[0]
-        is_taken = name in self._plain or name in self._tables or name in self._entries
-        if is_taken or (kind is self._plain and table in self._tables and name in part_names(table)):
-            raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
-        if kind is self._tables and not self._plain.isdisjoint(part_names(name)):
+    @contextlib.contextmanager
+    def unit(self) -> Iterator[None]:
+        """A context in which values are written that are complete only together, such as the parts of a table. If an
+        exception leaves it, no more can be written, and the file cannot be finished: both raise ValueError."""
+        self._check_whole()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = traceback.format_exception_only(error)[-1].strip()
+            raise
+
+    def _check_whole(self) -> None:
+        """Raises ValueError if an earlier call has failed while it was writing."""
+        if self._failure is not None:
             raise ValueError(
-                f"a tensor in the file has a name that the table {name!r} needs, such as '{name}:slots'; wanted "
-                "another name"
+                f"{self.path} cannot be completed, because an earlier call has failed while it was writing: "
+                f"{self._failure}; wanted the file written anew"
             )
-
-    def _add_line(self, key: str, text: str) -> None:
-        """Adds an entry to the metadata."""
-        self._claim_header(repr(key), _json_bytes(key) + _json_bytes(text) + 4)
-        self._lines[key] = text
-
-    def _claim_header(self, what: str, num_bytes: int) -> None:
-        """Reserves num_bytes bytes of the header's space. Raises ValueError if fewer are left. what: the use of these
-        bytes, for the message."""
-        if self._header_bytes + num_bytes > self._room:
-            raise ValueError(
-                f"the header of {self.path.name} has no room for {what}: wanted header_bytes above {self._room}, "
-                f"at most {MAX_HEADER_BYTES}"
-            )
-        self._header_bytes += num_bytes
 
     # ---- bytes of tensors ----
 
@@ -394,9 +373,6 @@ class FileWriter:
         output = self._output
         if output is None:
             raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
-        if self._open is not None:
-            raise ValueError(f"{name!r} begins before {self._open!r} is closed; wanted one at a time")
-        self._open, start = name, output.data_bytes
 
         def write(data: Any) -> None:
             if self._open != name or self._output is None:
@@ -409,21 +385,27 @@ class FileWriter:
                 if self._on_write is not None:
                     self._on_write(view.nbytes)
 
-        yield write
-        end = output.data_bytes
-        num_bytes, missing = end - start, -end % ALIGNMENT
-        if shape is None:
-            write(_ZEROS[:missing])
-            if num_bytes:
-                self._enter(name, dtype, ((num_bytes + missing) // PLAIN_ITEM_BYTES[dtype],), start)
-        elif dtype in PLAIN_ITEM_BYTES and math.prod(shape) * PLAIN_ITEM_BYTES[dtype] != num_bytes:
-            raise ValueError(f"{name!r} has {num_bytes} bytes; wanted {dtype} {shape and list(shape)}")
-        else:
-            self._enter(name, dtype, shape, start)
-            if missing:
-                output.write(_ZEROS[:missing])
-                self._enter(f"{PADDING}{len(self._entries)}", "U8", (missing,), end)
-        self._open = None
+        with self.unit():
+            if name in self._entries:
+                raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
+            if self._open is not None:
+                raise ValueError(f"{name!r} begins before {self._open!r} is closed; wanted one at a time")
+            self._open, start = name, output.data_bytes
+            yield write
+            end = output.data_bytes
+            num_bytes, missing = end - start, -end % ALIGNMENT
+            if shape is None:
+                write(_ZEROS[:missing])
+                if num_bytes:
+                    self._enter(name, dtype, ((num_bytes + missing) // PLAIN_ITEM_BYTES[dtype],), start)
+            elif dtype in PLAIN_ITEM_BYTES and math.prod(shape) * PLAIN_ITEM_BYTES[dtype] != num_bytes:
+                raise ValueError(f"{name!r} has {num_bytes} bytes; wanted {dtype} {shape and list(shape)}")
+            else:
+                self._enter(name, dtype, shape, start)
+                if missing:
+                    output.write(_ZEROS[:missing])
+                    self._enter(f"{PADDING}{len(self._entries)}", "U8", (missing,), end)
+            self._open = None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
         """Adds the entry of a tensor to the header. Its data begin at `start`, and end where the file's data end
@@ -433,7 +415,8 @@ class FileWriter:
 
     def _header(self, check_bytes: int) -> bytes:
         """Adds the entry of the checksums. Returns the bytes of the file before the data, which are the size of the
-        header and the header. check_bytes: size in bytes of the checksums, which are still to be written."""
+        header and the header. Raises ValueError if the header is too large. check_bytes: size in bytes of the
+        checksums, which are still to be written."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
@@ -441,13 +424,19 @@ class FileWriter:
         self._entries[CHECKS]["data_offsets"][1] += check_bytes
         header = {"__metadata__": {**self._metadata, **self._lines, **own}, **self._entries}
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        assert len(text) <= self._room - 8
-        return (self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8)
+        room = max(self._room, rounded_up(8 + len(text)))
+        if room > _MOST_ROOM:
+            raise ValueError(
+                f"the header of {self.path.name} has {len(text)} bytes; wanted at most {MAX_HEADER_BYTES}, which is "
+                "what readers of safetensors take: several files, or fewer tensors"
+            )
+        return (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
 
     # ---- the file ----
 
     def __enter__(self) -> FileWriter:
-        self._output = _FileOutput(self._begin_file(), self.path, self._room, self._expected_bytes)
+        new = NewFile(self.path, like=self._like)
+        self._output = _FileOutput(new, self.path, self._room, self._expected_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -463,13 +452,14 @@ class FileWriter:
 
     def finish(self) -> None:
         """Writes the checksums and the header, and waits until the file is on disk. The file keeps its temporary name
-        until the context is left. A further call does nothing. Raises ValueError if a tensor is not
-        complete."""
+        until the context is left. A further call does nothing. Raises ValueError if a tensor is not complete, or if an
+        earlier call has failed."""
         if self._output is None or self._output.is_finished:
             return
-        if self._open is not None:
-            raise ValueError(f"the tensor {self._open!r} was not closed")
-        self._output.finish(self._header(checksum_bytes(self._output.data_bytes)))
+        with self.unit():
+            if self._open is not None:
+                raise ValueError(f"the tensor {self._open!r} was not closed")
+            self._output.finish(self._header(checksum_bytes(self._output.data_bytes)))
 
 
 class _FileOutput:
@@ -479,7 +469,7 @@ class _FileOutput:
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
-        self._file = new.file.fileno()
+        self._file = new.file
         self._buffer = bytearray()
         self._hashes: list[int] = []  # The hashes of the blocks that are complete.
         self._block, self._missing = xxhash.xxh3_64(), BLOCK_BYTES  # The last block, and the bytes that it lacks.
@@ -524,25 +514,36 @@ class _FileOutput:
     def _write_at(self, start: int, data: memoryview) -> None:
         with self._errors():
             while data:
-                written = os.pwrite(self._file, data, start)
+                written = os.pwrite(self._file.fileno(), data, start)  # raises ValueError if the file is closed
                 start, data = start + written, data[written:]
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes the data that are still buffered, the checksums, and the header into the space that is reserved for
-        it. Waits until everything is on disk. The checksums are the bytes of the tensor `ibp.checks`: the hash of each
-        block, the hash of the header, and the hash of all preceding hashes."""
+        """Writes the data that are still buffered, the checksums, and the header. If the header is larger than the
+        space that is reserved for it, moves the data. Waits until everything is on disk. The checksums are the bytes of
+        the tensor `ibp.checks`: the hash of each block, the hash of the header, and the hash of all preceding
+        hashes."""
         if self._missing < BLOCK_BYTES:
             self._end_block()
         hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()
         self.write(memoryview(hashed + np.array([xxhash.xxh3_64_intdigest(hashed)], "<u8").tobytes()))
         self._flush()
+        if len(header) > self._room:
+            self._move(len(header) - self._room)
         self._write_at(0, memoryview(header))
         with self._errors():
             os.fsync(self._file)
         self.is_finished = True
+
+    def _move(self, num_bytes: int) -> None:
+        """Moves the data by num_bytes bytes toward the end of the file, block by block, the last block first."""
+        with self._errors(), open(self._file.fileno(), "rb", closefd=False) as file:
+            for end in range(self._end, self._room, -BLOCK_BYTES):
+                start = max(self._room, end - BLOCK_BYTES)
+                file.seek(start)
+                self._write_at(start + num_bytes, memoryview(file.read(end - start)))
 
     def commit(self) -> None:
         """Renames the file to its final name."""
@@ -569,6 +570,7 @@ def write_table(
 ) -> None:
     """Writes a table, or a tensor that a general codec has coded. It may be on any device, and is copied from there
     block by block. content, base, result: fingerprints, see `TableFields`."""
+    writer.check_names({name: True})  # before anything is written
     dtype, shape = dtype_name(table.dtype), tuple(table.shape)
     if isinstance(table, WholeTensor):
         fields = TableFields(
@@ -592,10 +594,11 @@ def write_table(
             base=base,
             result=result,
         )
-    writer.table(name, fields)
-    for part, tensor in _parts_of(table).items():
-        with writer.part(f"{name}:{part}", fields.parts[part]) as write:
-            _write_tensor(write, tensor)
+    with writer.unit():
+        writer.table(name, fields)
+        for part, tensor in _parts_of(table).items():
+            with writer.part(f"{name}:{part}", fields.parts[part]) as write:
+                _write_tensor(write, tensor)
 
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
@@ -625,7 +628,8 @@ def header_room(
     metadata: Mapping[str, str] | None = None,
     codebooks: Iterable[AnyCodebook | None] | None = None,
 ) -> int:
-    """Returns a size in bytes that is enough for the header of any file of these tables and tensors.
+    """Returns a size in bytes that is enough for the header of any file of these tables and tensors, if `codebooks` has
+    their codebooks.
 
     Args:
         shapes: the shapes of the tables and tensors, by name.
@@ -656,6 +660,39 @@ def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
     for codebook in codebooks:
         number_of(codebook)
     return sizes
+
+
+# ---- what a file can hold ----
+
+
+def check_names(names: Mapping[str, bool], there: Mapping[str, bool] | None = None) -> None:
+    """Raises an error unless tables and plain tensors can have these names in a file, or in a set of files.
+
+    Args:
+        names: the names. The values say whether a name is that of a table.
+        there: the names that are in the file already.
+
+    Raises:
+        TypeError: a name is not a string.
+        ValueError: a name is reserved, is not valid Unicode, is there already, or is that of a part of a table.
+    """
+    there = {} if there is None else there
+    for name, is_table in names.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} is of type {type(name).__name__}; wanted text")
+        if name == "__metadata__" or name.startswith(PREFIX):
+            raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with {PREFIX!r}")
+        if name in there:
+            raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
+        _json_bytes(name)
+        shared = [(name, part) for part in part_names(name) if is_table and part in there]
+        table = name.rpartition(":")[0]
+        if names.get(table, there.get(table, False)) and name in part_names(table):
+            shared.append((table, name))
+        for table, part in shared:
+            raise ValueError(
+                f"a part of the table {table!r} and another tensor both have the name {part!r}; wanted different names"
+            )
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -30,13 +30,13 @@ from .._files import (
     SUFFIXES,
     WEIGHTS,
     PathLike,
+    check_names,
     check_names_safetensors,
     checked_metadata,
     file_of,
     format_of_name,
     index_of,
     is_of_weights,
-    is_there,
     is_url,
     output_of,
     outputs_of,
@@ -62,10 +62,8 @@ from ._outputs import (
     CheckpointReport,
     Journal,
     TensorEstimate,
-    already_there,
     check_output,
     compressed_bytes,
-    exists,
     plan_of,
     report_of,
     shards_of,
@@ -189,9 +187,9 @@ def compress(
     config.json beside weights gets an entry that says that the weights are coded. `from_pretrained` of transformers and
     diffusers loads such weights if ibp is imported; otherwise it finds no weights.
 
-    The output gets its name only when it is complete. Until then, finished files of a set are kept in the directory
-    `.<name>.ibp-work` beside the output. If the call is interrupted, the next call with the same arguments uses these
-    files, unless the inputs have changed.
+    The output gets its name only when it is complete. Until then, its files are in the directory `.<name>.ibp-work`
+    beside the output. If the call is interrupted, the next call with the same arguments uses the finished files, unless
+    the inputs have changed.
 
     Example:
         >>> torch.save({"w": torch.arange(1000.0).repeat(100, 1)}, "model.pt")
@@ -238,8 +236,8 @@ def compress(
         ibp.ChecksumError, ibp.CorruptTableError: with `verify_output`, the output holds other bytes than were written.
             The output stays, so that its faults can be examined.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output has the
-            suffix of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
-            weights is not JSON.
+            suffix of another format (.npz, .pt), two inputs have a tensor with the same name, a name begins with "ibp."
+            or is that of a part of a table, or a config.json beside weights is not JSON.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
@@ -254,7 +252,6 @@ def compress(
         conversion = conversion_of(inputs, output, True, stack, verifies)
         if conversion is None:
             opened = stack.enter_context(open_sources(inputs, verify=verifies))
-        there = None if force else already_there(output, CODED_WEIGHTS, conversion)
         is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
         check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
         target = stack.enter_context(written_to(output, CODED_WEIGHTS))
@@ -273,21 +270,16 @@ def compress(
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
         books = Codebooks(options, [tensor for shard in shards for tensor in shard.tensors.values()], kept)
-        write = functools.partial(_written, shards, target.parent, books, threads, progress)
-        if len(shards) > 1:
-            with Journal(target, plan_of(shards, options, kept)) as journal:
-                if not journal.open(restart) and not force:
-                    # Another call, which has just released the journal, may have made the output.
-                    there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
-                    if there is not None:
-                        raise exists(there)
-                records, num_kept, peak_bytes = write(journal, True)
-                journal.publish(sets, records)
-        elif there is not None:
-            raise exists(there)
-        else:
-            records, num_kept, peak_bytes = write(None, force)
-        others = () if conversion is None else conversion.finish()
+        for of_set in sets.values():
+            tensors = itertools.chain(*(shard.tensors.values() for shard in of_set))
+            check_names({tensor.name: books.is_coded(tensor) for tensor in tensors})
+        with Journal(target, plan_of(shards, options, kept)) as journal:
+            # Checks again, because another call, which has just released the journal, may have made the output.
+            journal.open(restart, functools.partial(check_output, output, CODED_WEIGHTS, conversion, force))
+            records, num_kept, peak_bytes = _written(shards, journal, books, threads, progress)
+            journal.publish(sets, records)
+            others = () if conversion is None else conversion.finish()
+            journal.close()
         in_order = [records[shard.path] for shard in shards]
         report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes, others)
     if verify_output:
@@ -306,25 +298,17 @@ def verified_bytes(path: str, progress: bool) -> int:
 
 
 def _written(
-    shards: Sequence[Source],
-    home: Path,
-    books: Codebooks,
-    jobs: int,
-    progress: bool,
-    journal: Journal | None,
-    replace: bool,
+    shards: Sequence[Source], journal: Journal, books: Codebooks, jobs: int, progress: bool
 ) -> tuple[dict[str, dict[str, Any]], int, int]:
-    """Writes the files of an output. Returns (the records of all files, by their paths within the directory of the
-    output; the number of files that an earlier call has finished; the peak of this process's own memory in bytes).
+    """Writes the files of an output to the directory of its journal, except those that an earlier call has finished.
+    Returns (the records of all files, by their paths within the directory of the output; the number of files that an
+    earlier call has finished; the peak of this process's own memory in bytes).
 
     Args:
         shards: the files, as `shards_of` plans them.
-        home: the directory of the output.
-        books, jobs, replace: as in `write_file`.
-        journal: the journal of a set, in whose directory the files are written, except those that an earlier call has
-            finished. None: there is only one file, and it is written to its final path.
+        books, jobs: as in `write_file`.
     """
-    finished = {} if journal is None else {shard.path: journal.finished(shard.path) for shard in shards}
+    finished = {shard.path: journal.finished(shard.path) for shard in shards}
     records = {path: record for path, record in finished.items() if record is not None}
     num_kept, missing = len(records), [shard for shard in shards if shard.path not in records]
     coder, peak_bytes, passed_bytes = coder_on(books.device, jobs), own_memory(), 0
@@ -339,17 +323,10 @@ def _written(
                 peak_bytes, passed_bytes = max(peak_bytes, own_memory()), 0
 
         for shard in missing:
-            path = home / shard.path
+            path = journal.home / shard.path
             like = [os.fspath(path)] if path.exists() else shard.files  # A file that is there keeps its permissions.
-            if journal is not None:
-                to = journal.path_of(shard.path)
-                fields = write_file(to, shard, books, coder, jobs, passed, like=like, replace=replace)
-                records[shard.path] = journal.write_record(shard.path, fields)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
-                with replacing(path, [path.name]):
-                    fields = write_file(path, shard, books, coder, jobs, passed, like=like, replace=replace)
-                records[shard.path] = {**fields, "file": shard.path, "size": path.stat().st_size}
+            fields = write_file(journal.path_of(shard.path), shard, books, coder, jobs, passed, like)
+            records[shard.path] = journal.write_record(shard.path, fields)
     return records, num_kept, peak_bytes
 
 
@@ -505,7 +482,10 @@ def write_source(
                 for name, part in zip(names, parts):
                     path = target.with_name(name)
                     new = replaced(path, part.num_bytes, like=source.files, alone=True, replace=force)
-                    write_part(files.enter_context(new), part, pieces)
+                    file = files.enter_context(new)
+                    write_part(file, part, pieces)
+                    file.flush()
+                    os.fsync(file.fileno())  # If the disk is full, no file gets its name.
                     weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)

@@ -2,24 +2,25 @@
 replaced. The plan says which tensors each file holds (`shards_of`), and how large the files become. A `Journal` has a
 record of each finished file. The last part has the reports and the estimates.
 
-While `compress` makes a set of files, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so
-that an interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole
-set. When all files are finished, they are moved to their final paths, and the directory is removed. Only one call at a
-time uses the directory: it locks a file there. When the call's process ends, for whatever reason, the system releases
-the lock.
+`compress` writes files to a work directory beside the output, `.<name>.ibp-work`, where the finished ones wait for the
+others, so that an interrupted call can be repeated. This directory also has a record of each finished file, and a plan
+of the whole output. When all files are finished, they are moved to their final paths, the other files of an input that
+is a directory are copied, and the work directory is removed. Only one call at a time uses it: the call locks a file
+there. When the call's process ends, for whatever reason, the system releases the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import shutil
 import stat
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,11 @@ def check_output(output: PathLike, name: str, conversion: Conversion | None, for
     would load. The other arguments are as in `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
-        raise exists(there)
+        raise FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
     if conversion is not None:
         conversion.check()
     elif (target := directory_of(output)) is not None:
         check_other_files(target / name)
-
-
-def exists(there: str) -> FileExistsError:
-    """Returns the error for an output that exists already."""
-    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 # ---- which tensors a file holds ----
@@ -181,30 +177,35 @@ def plan_of(shards: Sequence[Source], options: Options, kept: Iterable[str]) -> 
 
 
 def work_directory(target: Path) -> Path:
-    """Returns the directory where the finished files of a set wait until all files of the set are finished. target: the
+    """Returns the directory where the finished files of an output wait until all of them are finished. target: the
     output's path."""
     return target.with_name(f".{target.name}.ibp-work")
 
 
 class Journal:
-    """The directory of a set that is being made. A context manager: leaving it releases the directory. If the `with`
-    block ends with an exception, and no file is finished, the directory is also removed.
+    """The work directory of an output that is being made. A context manager: leaving it releases the directory. If the
+    `with` block ends with an exception, and no file is finished, the directory is also removed.
 
     Args:
         target: the output's path.
-        plan: the description of the set that `plan_of` returns. Files that were finished under another plan are not
+        plan: the description of the output that `plan_of` returns. Files that were finished under another plan are not
             used.
+
+    Attributes:
+        directory: the work directory.
+        home: the directory of the output.
     """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.directory = work_directory(target)
-        self._lock: int | None = None
-        self._target, self._home, self._plan = target, target.parent, plan
+        self._lock: io.FileIO | None = None
+        self._target, self.home, self._plan = target, target.parent, plan
 
-    def open(self, restart: bool) -> bool:
-        """Makes the directory, if it does not exist, and locks it. Returns whether an interrupted call with the same
-        plan has left the directory. If so, and if `restart` is set, the finished files in the directory are kept;
-        otherwise the directory is emptied. No other call can use the directory until `release` is called.
+    def open(self, restart: bool, check: Callable[[], object] = lambda: None) -> None:
+        """Makes the directory, if it does not exist, and locks it, so that no other call can use it until `release` is
+        called. If an interrupted call with the same plan has left the directory, and if `restart` is set, the finished
+        files in it are kept; otherwise it is emptied. check: called before that, unless the interrupted call has begun
+        to move finished files to their final paths. The directory stays as it is if `check` raises.
 
         Raises:
             OSError: another call is using the directory, or its path is not a directory.
@@ -214,10 +215,13 @@ class Journal:
             goes_on = json.loads((self.directory / _PLAN).read_bytes()) == self._plan
         except (OSError, ValueError):
             goes_on = False
+        records = self.directory.rglob(f"*{RECORD}")
+        has_moved = any(not path.with_name(path.name.removesuffix(RECORD)).exists() for path in records)
+        if not (goes_on and has_moved):
+            check()
         if not (restart and goes_on):
             self._empty()
         write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
-        return goes_on
 
     def __enter__(self) -> Journal:
         return self
@@ -229,19 +233,19 @@ class Journal:
 
     def release(self) -> None:
         """Releases the directory if this journal holds its lock, so that other calls can use it."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
-    def _locked(self) -> int:
-        """Makes the directory if it does not exist, and takes its lock. Returns the descriptor that holds the lock."""
+    def _locked(self) -> io.FileIO:
+        """Makes the directory if it does not exist, and takes its lock. Returns the file that holds the lock."""
         path = self.directory / _LOCK
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.directory.is_symlink():
                 raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
             try:
-                return open_locked(path, 0o666, self._take)
+                return io.FileIO(open_locked(path, 0o666, self._take), "r+")
             except FileNotFoundError:  # another call, which had used the directory, has just removed it
                 continue
 
@@ -302,7 +306,7 @@ class Journal:
     def _place(self, file: str, record: dict[str, Any]) -> Path | None:
         """Returns the path of a record's file: in the directory, or its final path if an earlier call has already moved
         it. Returns None if there is no such file, or if it has changed."""
-        for path in (self.directory / file, self._home / file):
+        for path in (self.directory / file, self.home / file):
             with contextlib.suppress(FileNotFoundError):
                 found = path.lstat()
                 told = found.st_size, found.st_mtime_ns
@@ -319,18 +323,19 @@ class Journal:
                 f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
                 "same call again, which writes it anew"
             )
-        (self._home / file).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(place, self._home / file)
+        (self.home / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(place, self.home / file)
 
     def publish(self, sets: Mapping[Path, Sequence[Source]], records: Mapping[str, dict[str, Any]]) -> None:
-        """Moves finished files to their final paths, writes the index of each set, and removes the directory.
+        """Moves finished files to their final paths, and writes the index of each set. Until `close` is called, a call
+        with the same plan still uses these files.
 
         sets: for each set, its files. The key is the path, within the directory of the output, that the set is named
             after. A set of one file has no index.
         records: the records of the files, by their paths.
         """
         for path, shards in sets.items():
-            target, made = self._home / path, [records[shard.path] for shard in shards]
+            target, made = self.home / path, [records[shard.path] for shard in shards]
             with replacing(target, outputs_of(target, len(made))):
                 for record in made:
                     self.move(record)
@@ -338,7 +343,6 @@ class Journal:
                     weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
                     write_index(target, weight_map, sum(record["data_bytes"] for record in made))
             sync_directory(target.parent)
-        self.close()
 
     def close(self) -> None:
         """Removes the directory. The locked file is removed last, because without it another call could begin."""

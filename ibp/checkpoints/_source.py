@@ -36,6 +36,7 @@ from .._files import (
     FileFormatError,
     PathLike,
     View,
+    check_names,
     entry_of,
     find_files,
     form_of,
@@ -136,18 +137,18 @@ class SourceTensor:
 
 
 def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:
-    """Returns the `SourceTensor` of a dense tensor of torch, which may have any strides. Raises SourceFormatError if it
-    is not dense. path: its file, for the message."""
+    """Returns the `SourceTensor` of a dense tensor of torch, on any device and with any strides. Raises
+    SourceFormatError if it is not dense. path: its file, for the message."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
     tensor, size = tensor.detach(), tensor.dtype.itemsize
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         if not tensor.numel() or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()):
-            return bytes_of(tensor)[start_byte:end_byte].numpy()
+            return bytes_of(tensor)[start_byte:end_byte].cpu().numpy()
         first, last = start_byte // size, -(-end_byte // size)
         elements = _elements(tensor, first, last)
-        return bytes_of(elements)[start_byte - first * size : end_byte - first * size].numpy()
+        return bytes_of(elements)[start_byte - first * size : end_byte - first * size].cpu().numpy()
 
     return SourceTensor(name, tensor.dtype, tuple(tensor.shape), read)
 
@@ -234,17 +235,13 @@ def source_of(state: Mapping[str, torch.Tensor]) -> Source:
     tensors, of_memory = dict[str, SourceTensor](), dict[tuple, SourceTensor]()
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
+            check_names({name: False})
             check_tensor(value, name)
-            read = functools.partial(_read, bytes_of(value.detach()))
-            tensor = SourceTensor(name, value.dtype, tuple(value.shape), read)
+            tensor = loaded_tensor(name, value, "the model")
             memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
             first = of_memory.setdefault(memory, tensor)
             tensors[name] = tensor if first is tensor else replace(tensor, base=first)
     return Source("the model", "torch", tensors)
-
-
-def _read(data: torch.Tensor, start: int, end: int) -> np.ndarray:
-    return data[start:end].cpu().numpy()
 
 
 # ---- safetensors files ----

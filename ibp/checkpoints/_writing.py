@@ -6,11 +6,14 @@ tables one after the other, or that have tensors in memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,8 @@ from ._source import Source, SourceTensor, loaded_tensor
 _AHEAD = 2  # number of blocks that have been coded, and that wait to be written
 # Matches names that the format reserves, and names that look like those of a table's parts, such as "weight:slots".
 _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
+# Tensors by name, or functions that return them.
+_Tensors = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 # The classes of plain tensors. Objects of other subclasses may keep their values elsewhere.
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,9 +63,7 @@ def write_file(
     coder: Coder,
     jobs: int,
     on_bytes: Callable[[int], object],
-    *,
     like: Iterable[str],
-    replace: bool,
 ) -> dict[str, Any]:
     """Writes a file of ibp. Returns the fields of its record (see `Journal.write_record`).
 
@@ -71,16 +74,13 @@ def write_file(
         coder: the coder of the device of `books`.
         jobs: the number of threads that learn codebooks.
         on_bytes: called after each block that is written, with its number of bytes before coding.
-        like, replace: as in `FileWriter`.
-
-    Raises:
-        BlockingIOError: another call is writing the same file.
+        like: as in `FileWriter`.
     """
     tensors = list(shard.tensors.values())
     books.prepare(tensors, jobs)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     room = header_room(shapes, shard.metadata, map(books.of, tensors))
-    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
+    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like) as writer:
         coded = coder(block for tensor in tensors for block in blocks_of(tensor, books))
         reports = write_blocks(writer, shard.path, coded, on_bytes)
         fields = {"names": writer.names, "data_bytes": writer.data_bytes}
@@ -104,6 +104,7 @@ def write_blocks(
     """
     reports: list[TensorReport] = []
     with (
+        writer.unit(),
         contextlib.closing(_written_to(writer, file, reports)) as writing,
         contextlib.closing(coded),
         ThreadPoolExecutor(1, "ibp-writer") as thread,
@@ -168,7 +169,10 @@ class CheckpointWriter(Closing):
     there already, `ibp.save` is simpler. `ibp.open` reads the file.
 
     It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
-    When the block ends with an exception, an earlier file of that name stays unchanged.
+    When the block ends with an exception, an earlier file of that name stays unchanged. If `write` or `compress` fails
+    after it has begun to write, no file appears, even if the block catches the exception: the end of the block then
+    raises ValueError. After an exception for wrong arguments, which comes before anything is written, the block can go
+    on.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -181,12 +185,14 @@ class CheckpointWriter(Closing):
     Args:
         output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
             supports.
-        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
-            for the header.
+        shapes: the shapes, by name, of all tables and tensors that will be written. They decide how much space is
+            reserved for the header. If the header needs more, for example for the codebooks of tables with clusters,
+            the end of the `with` block moves all data in the file, which takes as long as copying the file.
         metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
 
     Raises:
-        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
+        TypeError, ValueError: shapes or metadata is invalid, output has the suffix of another format, or (on leaving) a
+            call has failed.
         OSError: (on entering, writing and leaving) the file cannot be written.
     """
 
@@ -198,6 +204,8 @@ class CheckpointWriter(Closing):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         check_names_safetensors(output)
+        if not isinstance(shapes, Mapping) or not all(isinstance(shape, Sequence) for shape in shapes.values()):
+            raise TypeError(f"shapes is {str(shapes)[:80]}; wanted a mapping from names to shapes")
         self._output, self._metadata, self._header_bytes = output, metadata, header_room(shapes, metadata)
         self._file: FileWriter | None = None
         self._open = contextlib.ExitStack()
@@ -214,7 +222,7 @@ class CheckpointWriter(Closing):
             >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
             [True, False]
         """
-        if not name.isprintable() or _UNUSUAL_NAME.match(name):
+        if not isinstance(name, str) or not name.isprintable() or _UNUSUAL_NAME.match(name):
             return False
         is_plain = type(tensor) in _CLASSES and tensor.layout == torch.strided
         return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
@@ -223,8 +231,9 @@ class CheckpointWriter(Closing):
         """Writes a table or tensor, which may be on any device, block by block. Returns its size in bytes in the file.
 
         Raises:
+            TypeError: the name is not a string, or the value is neither a table nor a dense tensor.
             ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
-                safetensors does not have the tensor's dtype.
+                safetensors does not have the tensor's dtype; or an earlier call has failed.
         """
         file = self._opened()
         start = file.data_bytes
@@ -234,7 +243,7 @@ class CheckpointWriter(Closing):
             write_plain(file, name, value)
         return file.data_bytes - start
 
-    def compress(self, tensors: Mapping[str, torch.Tensor], *, jobs: int | None = None) -> dict[str, int]:
+    def compress(self, tensors: _Tensors, *, jobs: int | None = None) -> dict[str, int]:
         """Compresses tensors and writes them, in order. A separate thread writes what is compressed while the next
         tensors are compressed. Tensors of the same kind share a codebook: their names differ only in numbers, and their
         shapes and dtypes are equal. Tensors that would not get smaller, or that have less than 4 KiB, are stored
@@ -255,42 +264,42 @@ class CheckpointWriter(Closing):
             True
 
         Args:
-            tensors: dense tensors by name, in host memory or on GPUs, with any strides.
+            tensors: dense tensors by name, in host memory or on GPUs, with any strides; or functions that return them,
+                for programs that cannot hold all tensors at once. A function is called several times, by any thread,
+                and must return the same values each time. At most `jobs` of the tensors that functions have returned
+                are kept, and a few more while their blocks are written.
             jobs: the largest number of threads that compress tensors in host memory. None: one for each core.
 
         Returns:
             The size in bytes of each tensor in the file, by name, without its codebook.
 
         Raises:
-            TypeError: a value is not a dense tensor, or is of a subclass other than torch.nn.Parameter.
+            TypeError: tensors is not a mapping from strings to dense tensors, or a tensor is of a subclass other than
+                torch.nn.Parameter.
             ValueError: the file is not open, already has a tensor of such a name, or cannot have such a name; or
-                safetensors does not have the dtype of a tensor; or jobs is not 1 to 1024.
+                safetensors does not have the dtype of a tensor; or jobs is not 1 to 1024; or an earlier call has
+                failed.
             RuntimeError: a tensor on a GPU has changed while it was compressed.
             OSError: the file cannot be written.
         """
         file = self._opened()
         jobs = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
-        given: dict[SourceTensor, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            check_tensor(tensor, repr(name), KEPT_DTYPES)
-            if type(tensor) not in _CLASSES:
-                raise TypeError(f"{name!r} is a {type(tensor).__name__}; wanted a torch.Tensor or torch.nn.Parameter")
-            source = loaded_tensor(name, tensor, file.path)
-            source.header_entry()  # raises ValueError if safetensors does not have the dtype
-            file.check_table(name)
-            given[source] = tensor.detach()
-        on_host = [source for source, tensor in given.items() if tensor.is_cpu]
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors is a {type(tensors).__name__}; wanted a mapping from names to tensors")
+        file.check_names(dict.fromkeys(tensors, True))
+        are_on_cpu, load = _sources_of(tensors, jobs, file.path)
+        on_host = [source for source, is_on_cpu in are_on_cpu.items() if is_on_cpu]
         books = Codebooks(checked_options(Options(device="cpu")), on_host)
         books.prepare(on_host, jobs)
         compressor = WeightCompressor({"memory": "host"})
 
         def coded() -> Generator[Block, None, None]:
-            for on_cpu, some in itertools.groupby(given, lambda source: given[source].is_cpu):
-                if on_cpu:
+            for is_on_cpu, some in itertools.groupby(are_on_cpu, are_on_cpu.__getitem__):
+                if is_on_cpu:
                     blocks = (block for source in some for block in blocks_of(source, books))
                     yield from coded_on_cpu(blocks, jobs, content=False)
                 else:
-                    yield from (coded_on_its_gpu(source, given[source], compressor) for source in some)
+                    yield from (coded_on_its_gpu(source, load(source.name), compressor) for source in some)
 
         return {report.name: report.stored_bytes for report in write_blocks(file, file.path.name, coded())}
 
@@ -315,3 +324,38 @@ class CheckpointWriter(Closing):
     def close(self) -> None:
         """Finishes the file, like the end of the `with` block. Does nothing if the file is finished already."""
         self.__exit__(None, None, None)
+
+
+def _sources_of(
+    tensors: _Tensors, num_held: int, path: Path
+) -> tuple[dict[SourceTensor, bool], Callable[[str], torch.Tensor]]:
+    """Returns (a `SourceTensor` for each tensor, and whether the tensor is in host memory; a function that returns the
+    tensor of a name, without a gradient). A source does not hold its tensor, but calls the function, as any thread may
+    do. The function holds the last num_held tensors that it has returned. Raises what `CheckpointWriter.compress`
+    raises for a wrong tensor. path: the file to which the tensors are written."""
+    # Functions run on the stream of the calling thread, whichever thread calls them.
+    lock, stream = threading.Lock(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @functools.lru_cache(num_held)
+    def held(name: str) -> torch.Tensor:
+        given = tensors[name]
+        with torch.cuda.stream(stream):
+            tensor = given() if callable(given) else given
+        check_tensor(tensor, repr(name), KEPT_DTYPES)
+        if type(tensor) not in _CLASSES:
+            raise TypeError(f"{name!r} is a {type(tensor).__name__}; wanted a torch.Tensor or torch.nn.Parameter")
+        return tensor.detach()
+
+    def load(name: str) -> torch.Tensor:
+        with lock:  # `lru_cache` would let each of several threads call a function
+            return held(name)
+
+    def read(name: str, start: int, end: int) -> np.ndarray:
+        return loaded_tensor(name, load(name), path).read(start, end)
+
+    are_on_cpu: dict[SourceTensor, bool] = {}
+    for name in tensors:
+        source = loaded_tensor(name, load(name), path)
+        source.header_entry()  # raises ValueError if safetensors does not have the dtype
+        are_on_cpu[replace(source, read=functools.partial(read, name))] = load(name).is_cpu
+    return are_on_cpu, load

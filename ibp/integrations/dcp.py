@@ -15,9 +15,10 @@ of ranks can load a checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class Writer(FileSystemWriter):
     stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
     as torch stores them. Tensors of the same kind, such as the same weight in all layers, share a codebook. A tensor on
     a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU, by up to 4 threads, but no more
-    than torch uses.
+    than torch uses. The planner's `resolve_data` is called several times for each tensor, also by these threads, so
+    that only a few of the tensors that a planner makes are in memory at the same time.
 
     Every save writes files with new names. A file appears under its name only when it is complete. So an earlier
     checkpoint in the same directory stays complete until the new metadata replace the old metadata. Then the old files
@@ -98,25 +100,26 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The name differs in every save, so that no file of an earlier checkpoint is overwritten.
         prefix = f"{plan.storage_data.prefix}{uuid.uuid4().hex}_"
-        tensors: dict[str, torch.Tensor] = {}
+        # A planner may make a new tensor in each call, so the tensors are not kept but requested again.
+        tensors: dict[str, Callable[[], Any]] = {}
+        shapes: dict[str, torch.Size] = {}
         indices: dict[str, MetadataIndex] = {}
         others: list[WriteItem] = []
         for item in plan.items:
-            if item.type != WriteItemType.BYTE_IO:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, torch.Tensor)
-                if ibp.checkpoints.CheckpointWriter.takes(item.index.fqn, tensor):
-                    name = _name_of(item.index)
-                    tensors[name], indices[name] = tensor, item.index
-                    continue
-            others.append(item)
+            tensor: Any = None if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
+            if tensor is not None and ibp.checkpoints.CheckpointWriter.takes(item.index.fqn, tensor):
+                name = _name_of(item.index)
+                tensors[name] = functools.partial(planner.resolve_data, item)
+                shapes[name], indices[name] = tensor.shape, item.index
+            else:
+                others.append(item)
+            del tensor
         results: list[WriteResult] = []
         if others:
             storage = dataclasses.replace(plan.storage_data, prefix=prefix)
             results += super().write_data(dataclasses.replace(plan, items=others, storage_data=storage), planner).wait()
         if tensors:
             path = Path(self.path) / f"{prefix}tensors{_SUFFIX}"
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
             with ibp.checkpoints.CheckpointWriter(path, shapes) as writer:
                 stored = writer.compress(tensors, jobs=min(_JOBS, torch.get_num_threads()))
             results += [

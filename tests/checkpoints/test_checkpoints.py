@@ -20,6 +20,7 @@ from ibp._files import FileWriter
 from ibp.checkpoints import _coding, _converting
 from ibp.checkpoints._inputs import open_source, open_sources
 from ibp.checkpoints._outputs import Journal
+from ibp.checkpoints._source import source_of
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
@@ -437,6 +438,16 @@ def test_models_are_estimated_as_their_checkpoints(as_module, tmp_path):
     assert found.savings == wanted.savings > 0.2
     with pytest.raises(TypeError, match="on meta; wanted a dense tensor"):
         ibp.checkpoints.estimate(torch.nn.Linear(100, 100, device="meta"))
+    with pytest.raises(TypeError, match="the name 3 is of type int; wanted text"):
+        ibp.checkpoints.estimate({3: torch.ones(5000)})
+
+
+def test_a_model_that_is_estimated_is_not_copied():
+    """Tensors with strides of any kind are read where they are."""
+    x = torch.randn(64, 200)
+    with source_of({"whole": x, "across": x.t(), "steps": x[::2, ::3]}) as source:
+        x.zero_()
+        assert not any(tensor.tensor().any() for tensor in source.tensors.values())
 
 
 # ---- interruptions ----
@@ -608,6 +619,25 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="bfloat16, which numpy lacks"):
         ibp.checkpoints.decompress(path, tmp_path / "x.npz")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 1])
+def test_names_that_a_file_cannot_have(tmp_path, shard_bytes):
+    """Nothing is written, neither to a file nor to a set. The names of tensors that cannot become tables are free."""
+    path, x, small = tmp_path / "in.npz", np.zeros((100, 100), np.float32), np.ones(3)
+    for tensors, message in (
+        ({"a": x, "a:overflow": small}, "a part of the table 'a' and another tensor both have the name 'a:overflow'"),
+        ({"a:overflow": x, "a": x}, "a part of the table 'a' and another tensor both have the name 'a:overflow'"),
+        ({"a": x, "ibp.x": small}, "'ibp.x' is reserved; wanted one that does not begin with 'ibp.'"),
+    ):
+        np.savez(path, **tensors)
+        with pytest.raises(ValueError, match=message):
+            compress(path, tmp_path / "out.safetensors", shard_bytes=shard_bytes)
+        assert os.listdir(tmp_path) == ["in.npz"]
+    np.savez(path, **{"a": small, "a:overflow": x})
+    report = compress(path, tmp_path / "out.safetensors", shard_bytes=shard_bytes)
+    assert {tensor.name: tensor.scheme for tensor in report.tensors} == {"a": None, "a:overflow": "planes"}
+    assert ibp.load(report.path, memory="host").keys() == {"a", "a:overflow"}
 
 
 def test_damaged_inputs_are_refused(tmp_path):

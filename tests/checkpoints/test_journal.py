@@ -1,5 +1,6 @@
 """Files of a set that wait for the others: one call at a time has them, and moves what it wrote and nothing else."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import torch
 import ibp
 from ibp.checkpoints import _converting
 from ibp.checkpoints._outputs import Journal
+from interrupts import interrupt_at
 
 PLAN = {"a": "plan"}
 
@@ -74,6 +76,19 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
     found = ibp.load(report.path, verify=True, memory="host")
     assert all(torch.equal(ibp.decompress(value) if not isinstance(value, torch.Tensor) else value, x[int(name[1:])])
                for name, value in found.items()) and len(found) == 6  # fmt: skip
+
+
+def test_an_interrupt_leaves_no_lock(tmp_path):
+    """Nor does an interrupt while the lock is released."""
+    raised = 1
+    for moment in itertools.count():
+        journal = Journal(tmp_path / "out.safetensors", PLAN)
+        journal.open(True)
+        _, raised = interrupt_at(moment, None, journal.release)
+        del journal
+        if not raised:
+            break
+    assert moment > 2
 
 
 @pytest.mark.slow

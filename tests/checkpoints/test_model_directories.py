@@ -1,9 +1,11 @@
 """Directories of models and trainers: each file of tensors becomes a file of its own, all others are copied, and
 decompressing gives all back."""
 
+import errno
 import io
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -52,6 +54,24 @@ def test_directories_stay_whole(model, tmp_path, shard_bytes):
     again = texts(back)
     assert again["config.json"] == CONFIG.encode() and again["tokenizer.model"] == b"\0\1\2"
     assert torch.equal(ibp.load(back, device="cpu")["w"], ibp.load(model, device="cpu")["w"])
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 1000])
+def test_a_copy_that_fails(model, tmp_path, monkeypatch, shard_bytes):
+    """The tensors are finished by then. The same call copies the other files, and codes nothing again."""
+    small = tmp_path / "small"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+        patch.setattr(
+            shutil, "copyfileobj", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+        )
+        compress(model, f"{small}/", shard_bytes=shard_bytes)
+    with pytest.raises(FileExistsError, match="is there already"):
+        compress(model, f"{small}/", shard_bytes=shard_bytes, level="fast")  # another call, which changes nothing
+    report = compress(model, f"{small}/", shard_bytes=shard_bytes)
+    assert report.kept_files == len(report.files)
+    assert set(texts(small)) >= {"config.json", "templates/tool.jinja", "tokenizer.model", *report.files}
+    assert not [path.name for path in small.rglob("*") if path.name.startswith(".")]
+    assert ibp.load(small, device="cpu").keys() == {"w", "b"}
 
 
 def test_only_directories_take_files_along(model, tmp_path):

@@ -1,7 +1,10 @@
 """Outputs of `ibp.save`, `ibp.checkpoints` and the command line: their names, what is there already, and what goes."""
 
+import errno
+import itertools
 import json
 import os
+import pathlib
 import stat
 import threading
 
@@ -11,8 +14,10 @@ import torch
 
 import ibp
 from ibp._cli.main import main
+from ibp._common.whole_files import replaced
 from ibp._files import FileWriter
 from ibp.checkpoints import _converting
+from ibp.checkpoints._outputs import Journal
 
 OLD = {f"w{number}": torch.zeros(64, 256).bfloat16() for number in range(4)}
 NEW = {name: torch.ones_like(value) for name, value in OLD.items()}
@@ -200,8 +205,12 @@ def test_permissions_of_what_is_made(file):
 
 @pytest.mark.parametrize("call", [compress, ibp.checkpoints.decompress])
 def test_the_second_of_two_calls_is_refused(call, file):
-    with FileWriter("out.safetensors", alone=True), pytest.raises(BlockingIOError, match="another call writes"):
-        call(file, "out.safetensors", force=True)
+    path = pathlib.Path("out.safetensors")
+    with Journal(path, {}) as journal, replaced(path, 0):
+        journal.open(True)
+        with pytest.raises(BlockingIOError, match="another call writes"):
+            call(file, path, force=True)
+        journal.close()
     call(file, "out.safetensors", force=True)
     assert_holds("out.safetensors", NEW)
     assert sorted(os.listdir()) == [file, "out.safetensors"]
@@ -226,8 +235,22 @@ def test_a_call_that_has_ended_meanwhile_is_not_replaced(shard_bytes, file, monk
     assert not any(name.startswith(".") for name in os.listdir())
 
 
+def test_what_was_made_since_an_interruption_is_not_replaced(file, monkeypatch):
+    """The interrupted call has moved none of its files, so that what is there is none of them."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        compress(file, "out.safetensors", shard_bytes=70_000)
+    ibp.save("out.safetensors", OLD)
+    with pytest.raises(FileExistsError, match="out.safetensors is there already"):
+        compress(file, "out.safetensors", shard_bytes=70_000)
+    assert_holds("out.safetensors", OLD)
+    assert compress(file, "out.safetensors", shard_bytes=70_000, force=True).kept_files == 2
+    assert_holds("out.safetensors.index.json", NEW)
+    assert not any(name.startswith(".") for name in os.listdir())
+
+
 def test_saves_to_one_path_go_beside_each_other():
-    with FileWriter("out.safetensors", alone=True) as writer:
+    with FileWriter("out.safetensors") as writer:
         thread = threading.Thread(target=ibp.save, args=("out.safetensors", NEW))
         thread.start()
         thread.join()
@@ -265,6 +288,27 @@ def test_nothing_is_left_of_what_is_replaced(write, before, after):
     assert sorted(os.listdir("out")) == sorted([*wanted, "other-00001-of-00002.safetensors"])
     os.unlink("out/other-00001-of-00002.safetensors")
     assert_holds("out", NEW)
+
+
+def test_a_set_for_which_the_disk_is_too_small(monkeypatch):
+    """No file of the earlier set is replaced before all new ones are on disk."""
+    ibp.save("coded.safetensors", NEW, shard_bytes=40_000)
+    ibp.save("out.safetensors", OLD, shard_bytes=40_000)
+    before = {name: pathlib.Path(name).read_bytes() for name in os.listdir()}
+    for full_at in range(4):
+        calls = itertools.count()
+
+        def sync(file, full_at=full_at, calls=calls, fsync=os.fsync):
+            if next(calls) == full_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(file)
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device: wanted room for"):
+            patch.setattr(os, "fsync", sync)
+            ibp.checkpoints.decompress("coded.safetensors.index.json", "out.safetensors", force=True)
+        assert {name: pathlib.Path(name).read_bytes() for name in os.listdir()} == before
+    ibp.checkpoints.decompress("coded.safetensors.index.json", "out.safetensors", force=True)
+    assert_holds("out.safetensors.index.json", NEW)
 
 
 def test_an_index_removes_no_other_files():

@@ -74,17 +74,22 @@ def test_a_file_that_is_not_open(tmp_path):
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ValueError, match="which readers of .npz files refuse"):
         CheckpointWriter(tmp_path / "x.npz", {})
+    for shapes in ([3], {"a": 3}, {"a": None}):
+        with pytest.raises(TypeError, match="shapes is .*; wanted a mapping from names to shapes"):
+            CheckpointWriter(tmp_path / "x.safetensors", shapes)
     with pytest.raises(ValueError, match="wanted none that begins with 'ibp.'"):
         CheckpointWriter(tmp_path / "x.safetensors", {}, metadata={"ibp.a": ""})
     with pytest.raises(OSError, match="there is no such directory"):
         CheckpointWriter(tmp_path / "none" / "x.safetensors", {}).__enter__()
     with CheckpointWriter(tmp_path / "x.safetensors", {"a": [3]}) as writer:
+        for value in ([1.0], torch.ones(3).to_sparse(), ibp.compress(torch.ones(3), scheme="raw").codebook):
+            with pytest.raises(TypeError, match="'a' is a .*; wanted a"):
+                writer.write("a", value)
         writer.write("a", torch.ones(3))
-        with pytest.raises(ValueError, match="there are two tensors 'a' in a file"):
-            writer.write("a", torch.ones(3))
 
 
-def test_the_header_has_room_for_many_dimensions(tmp_path):
+def test_the_header_has_room_for_many_dimensions(tmp_path, monkeypatch):
+    monkeypatch.setattr("ibp._files.writer._FileOutput._move", None)
     tensors = {f"{'name' * 50}{number}": torch.ones([1] * 60) for number in range(30)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     with CheckpointWriter(tmp_path / "x.safetensors", shapes) as writer:
@@ -183,11 +188,52 @@ def test_several_calls(tmp_path):
         writer.write("b", tensors["b"])
         writer.compress({"c": tensors["c"]}, jobs=1)
         assert writer.compress({}) == {}
-        for name, message in (("b", "there are two tensors 'b' in a file"), ("ibp.checks", "'ibp.checks' is reserved")):
-            with pytest.raises(ValueError, match=message):
-                writer.compress({"d": tensors["a"], name: tensors["b"]})  # writes nothing
     file = assert_holds(tmp_path / "x.safetensors", tensors)
     assert file["a"].codebook is file["c"].codebook
+
+
+NAMES = {
+    "a": (ValueError, "there are two tensors 'a' in a file"),
+    "a:overflow": (ValueError, "a part of the table 'a' and another tensor both have the name 'a:overflow'"),
+    "ibp.checks": (ValueError, "'ibp.checks' is reserved"),
+    "ibp.x": (ValueError, "'ibp.x' is reserved; wanted one that does not begin with 'ibp.'"),
+    "__metadata__": (ValueError, "'__metadata__' is reserved"),
+    "half \ud800": (ValueError, "half of a surrogate pair; wanted Unicode"),
+    3: (TypeError, "the name 3 is of type int; wanted text"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_are_refused(tmp_path, name):
+    """Before anything is written, so that other tensors can still be written."""
+    error, message = NAMES[name]
+    x, table = embedding(512, 96), ibp.compress(embedding(512, 96), device="cpu")
+    with CheckpointWriter(tmp_path / "x.safetensors", {"a": (512, 96), "b": (512, 96)}) as writer:
+        writer.write("a", table)
+        for call in (
+            lambda: writer.write(name, table),
+            lambda: writer.write(name, torch.ones(3)),
+            lambda: writer.compress({"c": x, name: x}),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+        writer.compress({"b": x})
+    assert_holds(tmp_path / "x.safetensors", {"a": x, "b": x})
+
+
+def test_names_that_refuse_each_other(tmp_path):
+    x = embedding(512, 96)
+    with CheckpointWriter(tmp_path / "x.safetensors", {"a": (512, 96)}) as writer:
+        for names in (("a", "a:overflow"), ("a:overflow", "a")):
+            with pytest.raises(ValueError, match="a part of the table 'a' and another tensor .* name 'a:overflow'"):
+                writer.compress(dict.fromkeys(names, x))
+        for given in ([x], x, "a"):
+            with pytest.raises(TypeError, match=f"tensors is a {type(given).__name__}; wanted a mapping from names to"):
+                writer.compress(given)
+        writer.write("a:overflow", x)
+        with pytest.raises(ValueError, match="a part of the table 'a' and another tensor .* name 'a:overflow'"):
+            writer.write("a", ibp.compress(x, device="cpu"))
+    assert_holds(tmp_path / "x.safetensors", {"a:overflow": x})
 
 
 def test_tensors_that_are_refused(tmp_path):
@@ -251,6 +297,87 @@ def test_faults_while_tensors_are_compressed(tmp_path, monkeypatch, fault, error
         write_compressed(path, tensors_of_every_form(), jobs=jobs)
     assert threading.active_count() == before
     assert list(ibp.open(path)) == ["old"] and os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def break_a_part(monkeypatch):
+    part = FileWriter.part
+
+    def interrupted(self, name, dtype):
+        if name.endswith(":lengths"):
+            raise MemoryError("no memory")
+        return part(self, name, dtype)
+
+    monkeypatch.setattr(FileWriter, "part", interrupted)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    "fault, told", [(fill_the_disk, "OSError: .*No space left"), (break_a_part, "MemoryError: no memory")]
+)
+def test_an_error_that_the_caller_catches(tmp_path, monkeypatch, fault, told, together):
+    """What is half written is not finished, whatever the caller does with the error."""
+    path, before = tmp_path / "x.safetensors", threading.active_count()
+    ibp.save(path, {"old": torch.ones(3)})
+    tensors = {f"layers.{k}.weight": embedding(ROWS, 1024, torch.bfloat16, seed=k) for k in range(2)}
+    table = ibp.compress(tensors["layers.0.weight"], device="cpu")
+    refused = pytest.raises(ValueError, match=f"{path} cannot be completed.* has failed while it was writing: {told}")
+    with refused, CheckpointWriter(path, {name: tensor.shape for name, tensor in tensors.items()}) as writer:
+        with monkeypatch.context() as patch:
+            fault(patch)
+            with pytest.raises((OSError, MemoryError)):
+                if together:
+                    writer.compress(tensors, jobs=2)
+                else:
+                    for name in tensors:
+                        writer.write(name, table)
+        for call in (lambda: writer.write("new", torch.ones(3)), lambda: writer.compress({"new": torch.ones(3)})):
+            with pytest.raises(ValueError, match="cannot be completed"):
+                call()
+    assert threading.active_count() == before
+    assert list(ibp.open(path)) == ["old"] and os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def test_an_interrupt_that_the_caller_catches(tmp_path, monkeypatch):
+    """The tensors before the one that was interrupted are complete, but not all were written."""
+    tensors = {f"layers.{k}.weight": embedding(512, 96, seed=k) for k in range(9)}
+    with pytest.raises(ValueError, match="while it was writing: KeyboardInterrupt; wanted the file written anew"):
+        with CheckpointWriter(tmp_path / "x.safetensors", {}) as writer:
+            break_off(monkeypatch)
+            with pytest.raises(KeyboardInterrupt):
+                writer.compress(tensors, jobs=1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_tables_with_clusters(tmp_path, monkeypatch):
+    """The codebooks of clusters need more space in the header than the shapes tell. `ibp.save` knows the codebooks."""
+    x = embedding(4096, 1024, torch.bfloat16) * (0.5 ** (torch.arange(4096) % 64))[:, None].bfloat16()
+    table = ibp.compress(x, scheme="planes", clusters=64, device="cpu")
+    assert len(table.codebook.codebooks) > 30
+    with CheckpointWriter(tmp_path / "x.safetensors", {"before": (9,), "a": x.shape}) as writer:
+        writer.write("before", torch.arange(9))
+        writer.write("a", table)
+    assert_holds(tmp_path / "x.safetensors", {"before": torch.arange(9), "a": x})
+    monkeypatch.setattr("ibp._files.writer._FileOutput._move", None)
+    ibp.save(tmp_path / "x.safetensors", {"a": table})
+    assert_holds(tmp_path / "x.safetensors", {"a": x})
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_functions_that_return_tensors(tmp_path, jobs):
+    """They may make a new tensor in each call, and lie among tensors."""
+    tensors = tensors_of_every_form()
+    mixed = {
+        name: tensor if number % 3 == 2 else lambda tensor=tensor: tensor.clone()
+        for number, (name, tensor) in enumerate(tensors.items())
+    }
+    with CheckpointWriter(tmp_path / "x.safetensors", {name: tensor.shape for name, tensor in tensors.items()}) as file:
+        sizes = file.compress(mixed, jobs=jobs)
+        with pytest.raises(TypeError, match="'b' is a float; wanted a torch.Tensor"):
+            file.compress({"b": lambda: 1.0})
+        with pytest.raises(ZeroDivisionError):
+            file.compress({"b": lambda: 1 / 0})
+    assert_holds(tmp_path / "x.safetensors", tensors)
+    assert sizes == write_compressed(tmp_path / "y.safetensors", tensors)
 
 
 def write_as_on_a_gpu(path, tensors):

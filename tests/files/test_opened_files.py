@@ -397,6 +397,7 @@ def test_permissions(tmp_path, umask, mode):
         ({"a": [1]}, {}, TypeError, "'a' is a list; wanted a table .*, a torch.Tensor, an array of numpy or a delta"),
         ({"a": torch.ones(1).to_sparse()}, {}, TypeError, "sparse"),
         ({"ibp.checks": torch.ones(1)}, {}, ValueError, "'ibp.checks' is reserved"),
+        ({"ibp.x": torch.ones(1)}, {"shard_bytes": 1}, ValueError, "'ibp.x' is reserved"),
         ({"__metadata__": torch.ones(1)}, {}, ValueError, "reserved"),
         ({"a\ud800": torch.ones(1)}, {}, ValueError, "half of a surrogate pair"),
         ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "wanted text for text"),
@@ -428,8 +429,10 @@ def test_names_that_a_writer_has_written(tmp_path, table):
 @pytest.mark.parametrize("part", ["slots", "overflow", "lengths", "bases", "blocks"])
 def test_names_that_parts_have(tmp_path, table, part):
     for items in ({"t": table, f"t:{part}": torch.ones(1)}, {f"t:{part}": torch.ones(1), "t": table}):
-        with pytest.raises(ValueError, match="two tensors|has a name that the table"):
-            ibp.save(tmp_path / "x", items)
+        for shard_bytes in (None, 1):  # in one file, and in a set
+            with pytest.raises(ValueError, match=f"a part of the table 't' and another tensor .* name 't:{part}'"):
+                ibp.save(tmp_path / "x", items, shard_bytes=shard_bytes)
+    assert os.listdir(tmp_path) == []
     ibp.save(tmp_path / "x", {"t": table, "t:other": torch.ones(1), f"u:{part}": torch.ones(1)})
     assert set(ibp.load(tmp_path / "x")) == {"t", "t:other", f"u:{part}"}
 
@@ -477,23 +480,33 @@ def test_a_directory_that_is_not_there(tmp_path):
 
 def test_what_a_writer_refuses(tmp_path, table):
     path = tmp_path / "x"
-    with pytest.raises(ValueError, match="has no room for its metadata"):
-        FileWriter(path, metadata={"a": "b" * 5000}, header_bytes=4096)
     with pytest.raises(ValueError, match="not being written"):
         FileWriter(path).plain("a", "U8", (1,)).__enter__()
     with FileWriter(path, header_bytes=2048) as file:
         with file.plain("a", "U8", (2, 100)) as write:
             write(torch.arange(200, dtype=torch.uint8))
-            with pytest.raises(ValueError, match="'b' begins before 'a' is closed"), file.plain("b", "U8", (1,)):
-                pass
         with pytest.raises(ValueError, match="'a' is closed"):
             write(b"1")
-        with pytest.raises(ValueError, match="two tensors 'a'"):
-            file.part("a", "U8")
-        with pytest.raises(ValueError, match="no room for 'ccc"):
-            file.plain("c" * 2000, "U8", (1,))
+        for name, error, message in (
+            ("a", ValueError, "two tensors 'a'"),
+            ("ibp.b", ValueError, "'ibp.b' is reserved; wanted one that does not begin with 'ibp.'"),
+            ("b\ud800", ValueError, "half of a surrogate pair"),
+            (3, TypeError, "the name 3 is of type int; wanted text"),
+        ):
+            with pytest.raises(error, match=message):  # writes nothing
+                file.plain(name, "U8", (1,))
     assert_same_bits(ibp.load(path)["a"], torch.arange(200, dtype=torch.uint8).view(2, 100))
     before = path.read_bytes()
+    with pytest.raises(ValueError, match="cannot be completed.*: ValueError: 'b' begins before 'a' is closed"):
+        with FileWriter(path) as file, file.plain("a", "U8", (1,)) as write:
+            write(b"1")
+            with pytest.raises(ValueError, match="'b' begins before 'a' is closed"), file.part("b", "U8"):
+                pass
+    with pytest.raises(ValueError, match="cannot be completed.*: ValueError: there are two tensors 'a' in a file"):
+        with FileWriter(path) as file:
+            write_plain(file, "a", torch.ones(5))
+            with pytest.raises(ValueError, match="two tensors 'a'"), file.part("a", "U8"):
+                pass
     with pytest.raises(ValueError, match=r"'a' has 3 bytes; wanted F32 \[1\]"), FileWriter(path) as file:
         with file.plain("a", "F32", (1,)) as write:
             write(b"123")
@@ -504,6 +517,41 @@ def test_what_a_writer_refuses(tmp_path, table):
         write_plain(file, "a", torch.ones(5))
         raise KeyboardInterrupt
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["x"]
+
+
+def test_a_writer_that_is_closed_in_the_middle_of_a_write(tmp_path, monkeypatch):
+    """As if an interrupt ended the wait for the thread that writes: it writes to no descriptor that is not its own."""
+    written, pwrite = [], os.pwrite
+
+    def close_after(descriptor, data, start):
+        written.append(pwrite(descriptor, data[:1], start))
+        writer._output.discard()
+        return written[-1]
+
+    monkeypatch.setattr(os, "pwrite", close_after)
+    with pytest.raises(ValueError, match="closed file"), FileWriter(tmp_path / "x") as writer:
+        write_plain(writer, "a", torch.ones(1 << 20))
+    assert written == [1] and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("num_names", [1, 9000])  # by which the data move less, and more, than they have bytes
+def test_a_header_without_enough_room(tmp_path, num_names):
+    data = torch.randint(0, 256, ((5 << 19) + 1,), dtype=torch.uint8)
+    with FileWriter(tmp_path / "x", metadata={"a": "b" * 400}, header_bytes=128) as file:
+        write_plain(file, "data", data)
+        for number in range(num_names):
+            write_plain(file, f"{'name' * 20}{number}", data[:0])
+    found = ibp.open(tmp_path / "x")
+    assert len(found) == num_names + 1 and found.metadata == {"a": "b" * 400}
+    found.verify()
+    assert_same_bits(found["data"], data)
+
+
+def test_a_header_that_is_too_large(tmp_path, monkeypatch):
+    monkeypatch.setattr("ibp._files.writer._MOST_ROOM", 4096)
+    with pytest.raises(ValueError, match=r"the header of x has \d+ bytes; wanted at most 100000000"):
+        ibp.save(tmp_path / "x", {"a": torch.ones(3)}, metadata={"b": "c" * 4096})
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_writer_that_is_fed_in_pieces(tmp_path):

@@ -14,6 +14,7 @@ from children import in_child, status_of
 from ibp._cli.main import main
 from ibp._common import ops
 from ibp._common.whole_files import NewFile
+from ibp.checkpoints._outputs import Journal
 from kinds_of_paths import NO_FILES, few_descriptors, soon
 
 FILE, DELTA, OUT = "a.safetensors", "d.safetensors", "o.safetensors"
@@ -261,6 +262,8 @@ BESIDE = {
 def test_a_file_that_another_call_writes(name):
     path, before = "x.html" if name in WRITES_PAGES else "x.safetensors", sorted(os.listdir())
     other, call = NewFile(Path(path)), (WRITES | WRITES_PAGES)[name]
+    journal = Journal(Path(path), {})
+    journal.open(True)
     try:
         if name in BESIDE:
             call(path)
@@ -270,4 +273,6 @@ def test_a_file_that_another_call_writes(name):
                 call(path)
     finally:
         other.discard()
+        journal.close()
+        journal.release()
     assert sorted(os.listdir()) == before

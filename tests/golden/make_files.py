@@ -153,7 +153,7 @@ def write_codec():
         write_plain(writer, "before", x[:10])
         facts = "dtype=I32 shape=1000 codec=example_zlib block_bytes=2048"
         text = f"{facts} content={ibp.deltas.fingerprint(x):016x} codec_level=6"
-        writer._add_line("ibp.table.coded", text)
+        writer._lines["ibp.table.coded"] = text
         for part, dtype, array in (("blocks", "U8", b"".join(blocks)), ("offsets", "U64", offsets)):
             with writer.part(f"coded:{part}", dtype) as write:
                 write(array)

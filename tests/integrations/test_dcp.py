@@ -7,6 +7,7 @@ import pickle
 import resource
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -218,19 +219,65 @@ def test_no_overwriting(tmp_path):
     assert_loaded(tmp_path, states())
 
 
+class _Copies(DefaultSavePlanner):
+    """Makes a new tensor in each call, and counts the calls and the tensors that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        self.calls = self.alive = self.most_alive = 0
+
+    def resolve_data(self, item):
+        copy = super().resolve_data(item).numpy().copy()
+        self.count(1)
+        weakref.finalize(copy, self.count, -1)  # A tensor keeps its array for as long as anything uses its memory.
+        return torch.from_numpy(copy)
+
+    def count(self, change):
+        with self.lock:
+            self.calls += change > 0
+            self.alive += change
+            self.most_alive = max(self.most_alive, self.alive)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
+def test_a_planner_that_copies(tmp_path, num_threads):
+    """A rank holds a few of its tensors at once: those of its threads, and those whose blocks wait to be written."""
+    generator = torch.Generator().manual_seed(0)
+    state = {f"layers.{k}.weight": embedding(ROWS, COLUMNS, seed=k) for k in range(40)}
+    state |= {f"random {k}": torch.randint(256, (9000 + k,), dtype=torch.uint8, generator=generator) for k in range(40)}
+    state |= {f"of several blocks {k}": embedding(5000, 300 + k) for k in range(4)}
+    planner = _Copies()
+    dcp.save(state, storage_writer=Writer(tmp_path), planner=planner, no_dist=True)
+    assert planner.alive == 0 and planner.most_alive <= 4 * num_threads + 4
+    assert planner.calls <= 5 * len(state)
+    assert_loaded(tmp_path, state)
+
+
 class _Interrupted(DefaultSavePlanner):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls_left = calls
+
     def resolve_data(self, item):
         if item.index.fqn == "mask":
-            raise OSError("interrupted")
+            self.calls_left -= 1
+            if not self.calls_left:
+                raise OSError("interrupted")
+            return super().resolve_data(item).clone()
         return super().resolve_data(item)
 
 
-def test_an_interrupted_save(tmp_path):
-    """The checkpoint before it is whole, and the next save removes what is left."""
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
+def test_an_interrupted_save(tmp_path, calls):
+    """The checkpoint before it is whole, and the next save removes what is left. The planner fails at its first call
+    for a tensor, or at a later one, on the thread that reads the tensor."""
     save(tmp_path, states())
     changed = {**states(), "weight": embedding(ROWS, COLUMNS, seed=9)}
     with pytest.raises(CheckpointException, match="interrupted"):
-        dcp.save(changed, storage_writer=Writer(tmp_path), planner=_Interrupted(), no_dist=True)
+        dcp.save(changed, storage_writer=Writer(tmp_path), planner=_Interrupted(calls), no_dist=True)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ibp")]
+    assert len(list(tmp_path.glob("*.ibp.safetensors"))) == 1
     assert_loaded(tmp_path, states())
     save(tmp_path, changed)
     assert_loaded(tmp_path, changed)
