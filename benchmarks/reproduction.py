@@ -1689,7 +1689,7 @@ TYPED_CODECS = {"nvcomp:cascaded": "Cascaded", "nvcomp:lz4": "LZ4", "planes": "p
 def typed_columns(results):
     """Returns how many times smaller typed columns become, and the rate of encoding and decoding together."""
     parts = []
-    for name in ("sorted ids with runs", "dates", "strings"):
+    for name in ("sorted ids with runs", "dates", "strings as int32"):
         found = ((label, results.row("choose", case=name, arm=arm)) for arm, label in TYPED_CODECS.items())
         texts = (f"{label} {1 / (1 - row['savings']):.1f}, {fine_number(row['gbps'])}" for label, row in found if row)
         parts.append(f"{name}: " + "; ".join(texts))
@@ -1710,8 +1710,8 @@ def best_gather(theirs, *links):
 def typed_column_ratios(results):
     for case, arm, theirs in (
         ("sorted ids with runs", "nvcomp:cascaded", 80),
-        ("strings", "nvcomp:lz4", 71.8),
-        ("strings", "nvcomp:cascaded", 3.2),
+        ("strings as int32", "nvcomp:lz4", 71.8),
+        ("strings as int32", "nvcomp:cascaded", 3.2),
     ):
         row = results.row("choose", case=case, arm=arm)
         yield f"{TYPED_CODECS[arm]} on {case.split(' ')[0]}", 1 / (1 - row["savings"]), theirs
