@@ -5,10 +5,12 @@
 There are two processes with a GPU each, and NCCL over three links: as NCCL finds it (`direct`); `no peer access`
 (NCCL_P2P_DISABLE=1, which goes through host memory); and `sockets` (also NCCL_SHM_DISABLE=1), which stand for a
 network. On the CPU gloo is used. Arms: `torch` is torch.distributed; `default` and `fast` compress tensors at that
-level; `auto` is what `ibp.distributed` does without options. The calls are all-gathers of BF16 weights N(0, 0.02) in
-three sizes, and of other kinds in one size: FP32 gradients, FP8, half zeros, small integers, random bytes; broadcasts,
-all-to-alls, gathers, scatters and sends of BF16 weights; and `FSDP2`, steps of nets whose all-gathers work in this way
-and whose losses must be equal.
+level; `default in 4` travels in that number of pieces; `auto` is what `ibp.distributed` does without options; `copies`,
+for the direct link alone, are copies between both GPUs at once by one process, without NCCL.
+
+The calls are all-gathers of BF16 weights N(0, 0.02) in three sizes, and of other kinds in one size: FP32 gradients,
+FP8, half zeros, small integers, random bytes; broadcasts, all-to-alls, gathers, scatters and sends of BF16 weights; and
+`FSDP2`, steps of nets whose all-gathers work in this way and whose losses must be equal.
 
 Several calls in a row are timed with the wall clock, and the slower rank's time counts. The arms take turns, in
 alternating order. `over_torch` is the median of an arm's speed over torch's in the same turn, and the arm's time is
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,6 +55,8 @@ SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # The outputs have these siz
 ONE_MIB = 256
 TORCH, AGAIN, DEFAULT, FAST, AUTO = "torch", "torch again", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
+# All-gathers of ONE_MIB are also measured in these numbers of pieces.
+COPIES, IN_PIECES, PIECES = "copies", "weights in pieces", (1, 2, 4, 8, 16)
 ALL_GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = (
     "all_gather_into_tensor",
     "broadcast",
@@ -164,6 +169,8 @@ class Rank:
 def savings_of(call, dtype, level, name):
     """Returns the savings of the last messages that calls of a kind have sent, or 0 if they were raw."""
     state = _links.state_of(None)
+    level, _, pieces = level.partition(" in ")
+    name += f" in {pieces}" if pieces else ""
     if call == FSDP:  # Its codecs are named after modules.
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:
@@ -182,6 +189,7 @@ def work(rank, kind, link, small, store, found):
         for mib in sizes:
             measure_gather(process, *KINDS[0], mib)
         one = sizes[0] if small else ONE_MIB
+        measure_gather(process, IN_PIECES, *KINDS[0][1:], one, (TORCH, *(f"{DEFAULT} in {count}" for count in PIECES)))
         measure_others(process, one)
         for net in QUICK_FSDP_NETS if small else FSDP_NETS:
             measure_fsdp(process, *net)
@@ -212,11 +220,17 @@ def measure_gather(process, name, dtype, make, mib, arms=ARMS):
     wanted = torch.empty(WORLD * len(x), dtype=dtype, device=process.device)
     dist.all_gather(list(wanted.view(torch.uint8).chunk(WORLD)), x.view(torch.uint8))
     out = torch.empty_like(wanted)
-    raw = functools.partial(_torch_gather, out.view(torch.uint8), x.view(torch.uint8))
-    calls = {arm: functools.partial(coded.all_gather_into_tensor, out, x, level=arm, name=name) for arm in arms[1:]}
+    calls = {TORCH: functools.partial(_torch_gather, out.view(torch.uint8), x.view(torch.uint8))}
+    for arm in arms[1:]:
+        level, _, pieces = arm.partition(" in ")
+        kind = f"{name} in {pieces}" if pieces else name
+        calls[arm] = functools.partial(coded.all_gather_into_tensor, out, x, level=level, name=kind)
+        if pieces:  # The first call makes the plan, which the calls after it follow.
+            with mock.patch.object(_links.Rates, "num_pieces", lambda *_, count=int(pieces): count):
+                calls[arm]()
     moved = x.nbytes * (WORLD - 1)
     check = checker(out, wanted, f"{process.link}, {ALL_GATHER}, {name}")
-    process.measure(ALL_GATHER, name, dtype, {TORCH: raw, **calls}, moved, check, mib)
+    process.measure(ALL_GATHER, name, dtype, calls, moved, check, mib)
 
 
 def _torch_gather(out, x):
@@ -340,6 +354,34 @@ def measure_link(run, link, told):
         add(run, link, row)
 
 
+def measure_copies(run):
+    """Measures an all-gather of weights by copies between the memories of two GPUs. Adds it to the CSV beside torch's
+    all-gather of the same size."""
+    _, dtype, make = KINDS[0]
+    mib = QUICK_SIZES_MIB[0] if run.quick else ONE_MIB
+    num_bytes = mib * inputs.MIB // WORLD
+    devices = [torch.device("cuda", number) for number in range(WORLD)]
+    sent = [make(num_bytes // 2048, 2048 // dtype.itemsize, device).to(dtype) for device in devices]
+    outs = [torch.empty_like(part, device=device) for part, device in zip(sent[::-1], devices)]
+    # A copy makes the streams of both GPUs wait for it, so each direction has streams of its own.
+    streams = [[torch.cuda.Stream(device) for device in devices] for _ in range(WORLD)]
+    times = []
+    for _ in range(WARM + ROWS):
+        began = time.perf_counter()
+        for part, out, (one, other) in zip(sent[::-1], outs, streams):
+            with torch.cuda.stream(one), torch.cuda.stream(other):
+                out.copy_(part, non_blocking=True)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    for part, out in zip(sent[::-1], outs):
+        harness.check_bits(out, part.to(out.device), f"{DIRECT}, {COPIES}")
+    of_torch = next(row for row in run.rows if row["case"].endswith(IN_PIECES) and row["arm"] == TORCH)
+    torch_s, seconds = 1e-3 * float(of_torch["ms"]), statistics.median(times[WARM:])
+    found = {"call": ALL_GATHER, "kind": IN_PIECES, "dtype": harness.dtype_name(dtype), "arm": COPIES, "mib": mib}
+    add(run, DIRECT, {**found, "moved": num_bytes, "savings": 0.0, "seconds": seconds, "torch_s": torch_s})
+
+
 def add(run, link, row):
     gbps, torch_gbps = (row["moved"] * 1e-9 / row[name] for name in ("seconds", "torch_s"))
     is_wanted = run.is_judged and row["arm"] == AUTO and row["kind"] == WEIGHTS and row["call"] != FSDP
@@ -372,6 +414,9 @@ def main(argv=None):
     for link, told in (LINKS if run.on_gpu else {GLOO: {"GLOO_SOCKET_IFNAME": "lo"}}).items():
         with run.cell(link):
             measure_link(run, link, told)
+    if run.on_gpu:
+        with run.cell(COPIES):
+            measure_copies(run)
     return run.finish(harness.missed(run.rows))
 
 
