@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import signal
 import sys
@@ -15,6 +16,7 @@ from helpers import assert_same_bits
 from ibp._machine import memory
 from ibp._rows.handle import spread_bytes
 from ibp._tables import changes
+from interrupts import interrupt_at
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
@@ -442,6 +444,23 @@ def was_interrupted(call, at):
     table.append(rows)
     assert_reads(table, torch.cat((now, rows)))
     return interrupted
+
+
+def test_interrupted_append_whose_overflow_grows():
+    """A short last row that is coded, with bytes in the overflow, is the old one or the completed one."""
+    x, rows = tensor((69, 50)), torch.randint(-(2**15), 2**15, (40, 50), dtype=torch.int16).view(torch.bfloat16)
+    new = torch.cat((x, rows))
+    made = ibp.compress(x, scheme="planes", slot_bytes=128, row_bytes=192, **ON_CPU)
+    for moment in itertools.count(0, 3):
+        table = made.clone()
+        _, interrupts = interrupt_at(moment, None, lambda: table.append(rows))
+        assert_same_bits(table.decompress(), x if len(table) == len(x) else new)
+        if len(table) == len(x):
+            table.append(rows)
+            assert_same_bits(table.decompress(), new)
+        if not interrupts:
+            break
+    assert moment > 5
 
 
 def test_interrupted_by_a_signal():
