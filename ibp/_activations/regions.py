@@ -411,8 +411,9 @@ class PieceTransfers:
         `region.coming`. The memory belongs to the current stream."""
         assert piece.host is not None
         current, num_bytes = self.current(), piece.host.numel()
+        stream: torch.Stream | None = current
         if region.recipe is not None:
-            coming, stream = torch.empty(num_bytes, dtype=torch.uint8, device=self.device), current
+            coming = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         else:
             if region.coming is None:
                 region.coming = torch.empty(region.num_bytes, dtype=torch.uint8, device=self.device)
