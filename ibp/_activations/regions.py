@@ -166,11 +166,11 @@ class SavedRegion:
         if self.uses == 0:
             self.of.uses.append(self.number)
         self.uses += 1
-        decoded, self._decoded = self._decoded, None
+        decoded = self._decoded  # kept until it is replaced, so that an interrupted call does not lose it
         current = None if self.transfers is None else self.transfers.current()
         data = self._read(current) if decoded is None else self._again(decoded, current)
-        if self.uses % self.saves or self._is_decoded_only:
-            self._decoded = UnchangedTensor(data, data._version)
+        is_kept = self.uses % self.saves or self._is_decoded_only
+        self._decoded = UnchangedTensor(data, data._version) if is_kept else None
         self.of.prefetch(self, len(self.pieces))
         return data
 
