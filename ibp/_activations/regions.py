@@ -166,11 +166,11 @@ class SavedRegion:
         if self.uses == 0:
             self.of.uses.append(self.number)
         self.uses += 1
-        decoded, self._decoded = self._decoded, None
+        decoded = self._decoded  # kept until it is replaced, so that an interrupted call does not lose it
         current = None if self.transfers is None else self.transfers.current()
         data = self._read(current) if decoded is None else self._again(decoded, current)
-        if self.uses % self.saves or self._is_decoded_only:
-            self._decoded = UnchangedTensor(data, data._version)
+        is_kept = self.uses % self.saves or self._is_decoded_only
+        self._decoded = UnchangedTensor(data, data._version) if is_kept else None
         self.of.prefetch(self, len(self.pieces))
         return data
 
@@ -387,8 +387,9 @@ class PieceTransfers:
             region.leave(piece)
             return
         region.of.note_outgrown(piece.num_bytes)
-        self.buffers.give(piece.buffer, raw_bytes=self._raw_bytes(piece))
-        piece.buffer = piece.host = piece.kept = piece.sent = None
+        buffer = piece.buffer
+        piece.buffer = piece.host = piece.kept = piece.sent = None  # first, so that no buffer is given back twice
+        self.buffers.give(buffer, raw_bytes=self._raw_bytes(piece))
 
     # ---- back ----
 
@@ -410,17 +411,18 @@ class PieceTransfers:
         `region.coming`. The memory belongs to the current stream."""
         assert piece.host is not None
         current, num_bytes = self.current(), piece.host.numel()
+        stream: torch.Stream | None = current
         if region.recipe is not None:
-            piece.coming = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            piece.stream = current
+            coming = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         else:
             if region.coming is None:
                 region.coming = torch.empty(region.num_bytes, dtype=torch.uint8, device=self.device)
                 region.stream = current
-            piece.coming = piece.of(region.coming)
-        piece.arrived = _copy(piece.coming, piece.host, self.back, current)
-        self.coming += 1
-        self.coming_bytes += num_bytes
+            coming, stream = piece.of(region.coming), piece.stream
+        arrived = _copy(coming, piece.host, self.back, current)
+        # In one statement, so that an interrupt leaves no piece that waits for the event of an earlier copy.
+        piece.coming, piece.arrived, piece.stream = coming, arrived, stream
+        self.coming, self.coming_bytes = self.coming + 1, self.coming_bytes + num_bytes
 
     def receive(self, region: SavedRegion, piece: SavedPiece, current: torch.Stream) -> torch.Tensor:
         """Returns the bytes of a piece in GPU memory, for use on the current stream. From then on the piece does not
@@ -478,9 +480,13 @@ def _copy(to: torch.Tensor, data: torch.Tensor, stream: torch.Stream, after: tor
     """Starts a copy on `stream`, which first waits for the work that is queued on the stream `after`. Returns an event
     after the copy."""
     stream.wait_stream(after)
-    with stream:
-        to.copy_(data, non_blocking=True)
-    return stream.record_event()
+    try:
+        with stream:
+            to.copy_(data, non_blocking=True)
+        return stream.record_event()
+    except BaseException:
+        stream.synchronize()  # because nobody waits for this copy before the memory is used again
+        raise
 
 
 # ---- passes --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE = 1, 2  # ibp_status
 ENTRIES = 4  # Number of int64 words in a record.
-_STATUS = operator.itemgetter(0)  # Returns the status of a record, which is 0 if no fault is noted.
 _CPU = torch.device("cpu")
 
 
@@ -177,10 +175,15 @@ class Faults:
                 yield words, record
 
     def raise_pending(self, device: torch.device) -> None:
-        """Raises the first fault that work on a device has noted, if any, and clears its record."""
-        if any(map(_STATUS, self._noted.get(device, ()))):
-            for words, record in self.taken(device):
-                words.raise_for(record, device, **self.names)
+        """Raises the first fault that work on a device has noted, if any, and clears its record. If the call is
+        interrupted, the record is not cleared."""
+        for words, noted in zip(self._words, self._noted.get(device, ())):
+            if noted[0]:
+                try:
+                    words.raise_for(noted.tolist(), device, **self.names)
+                except Exception:
+                    noted[:] = 0
+                    raise
 
     def raise_when_done(self, device: torch.device) -> None:
         """Waits for the current stream of a GPU, and raises the first fault that work on this GPU has noted, if any."""

@@ -610,6 +610,18 @@ def make_room(table: Table, num_rows: int = 0) -> Room:
     return table._set_room(table._room.with_rows(num_rows, table.slot_bytes, _memory_of(table)))
 
 
+def _most_overflow(table: Table, data: torch.Tensor) -> int:
+    """Returns the largest number of bytes of overflow that new rows can take. data: the bytes of the rows."""
+    return -(-data.nbytes // table.row_bytes) * rounded_up(table.row_bytes - table.slot_bytes, _core.SECTOR_BYTES)
+
+
+def make_overflow(table: Table, data: torch.Tensor) -> Room:
+    """Enlarges the overflow of a table's room if it may be too small for new rows. Returns the room. data: the bytes of
+    the rows."""
+    assert table._room is not None
+    return table._set_room(table._room.with_overflow(_most_overflow(table, data), _overflow_memory_of(table)))
+
+
 def encode_rows(
     table: Table,
     data: torch.Tensor,
@@ -628,24 +640,24 @@ def encode_rows(
         row_ids: the numbers of the rows that are replaced, all different. None: first_row and the numbers after it.
         geometry: the geometry of the table after rows are appended. None: rows are replaced, and `version` grows.
     """
-    room, row_bytes = table._room, table.row_bytes
+    room = table._room
     assert room is not None
     if data.numel():
-        most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - table.slot_bytes, _core.SECTOR_BYTES)
-        room = table._set_room(room.with_overflow(most_bytes, _overflow_memory_of(table)))
+        room = make_overflow(table, data)
         handle = handle_on(table, worker) if geometry is None else Handle(table._parts(worker, geometry))
         index = room.begin_change(worker)
-        # The rows change, so sizes that were derived from them, and handles of other devices, must be made anew.
+        # The rows change, so sizes that were derived from them, and handles of other devices, must be made anew. The
+        # version grows before the rows change: a cache of the table that keeps old rows must not count as current.
         vars(table).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
+        if geometry is None:
+            vars(table)["version"] = table.version + 1
         for device in [device for device in table._handles if device != worker]:
             del table._handles[device]
-        room.most_used += most_bytes
+        room.most_used += _most_overflow(table, data)
         handle.encode(data, row_ids=row_ids, first_row=first_row)
         if worker.type == "cpu":
             room.most_used = int(index.used)
-    if geometry is None:
-        vars(table)["version"] = table.version + 1
-    else:
+    if geometry is not None:
         table._set_room(room, geometry)
 
 

@@ -13,7 +13,16 @@ from .._machine import memory
 from .._rows.forms import Room
 from .._rows.geometry import Geometry, bytes_of, rows_of
 from .._rows.handle import Handle, new_record
-from .._rows.table import Table, check_can_change, decoded_bytes, encode_rows, faults_of, handle_on, make_room
+from .._rows.table import (
+    Table,
+    check_can_change,
+    decoded_bytes,
+    encode_rows,
+    faults_of,
+    handle_on,
+    make_overflow,
+    make_room,
+)
 
 _SECTOR = _core.SECTOR_BYTES
 _FEW_IDS = 256  # Up to this many ids are compared on the host, because a GPU would take longer to sort them.
@@ -48,18 +57,21 @@ def append(table: Table, rows: torch.Tensor) -> None:
     worker = _worker_of(table, rows.device, table.device)
     old = table.geometry
     new = Geometry(torch.Size((old.num_items + rows.shape[0], *old.shape[1:])), table.dtype, table.row_bytes)
-    room = make_room(table, new.num_rows)
+    make_room(table, new.num_rows)
     data = bytes_of(rows.detach().to(worker))
     first_row, rest = divmod(old.num_bytes, old.row_bytes)
     if rest:
         data = torch.cat((decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
-    # The short last row is encoded again together with the new bytes. If that fails, its memory gets its old bytes.
+    # The short last row is encoded again together with the new bytes. If that fails, its memory gets its old bytes. The
+    # overflow is enlarged before that, because the row's part in it moves then.
+    room = make_overflow(table, data)
     kept = [(part, part.clone()) for part in _memory_of_row(table, room, first_row, worker)] if rest else []
     try:
         encode_rows(table, data, worker, first_row=first_row, geometry=new)
     except BaseException:
-        for part, held in kept:
-            part.copy_(held)
+        if table.geometry is not new:
+            for part, held in kept:
+                part.copy_(held)
         raise
 
 

@@ -612,8 +612,10 @@ class CacheState:
                 self._write(generation, ids.to(self.devices[0]), rows)
             else:
                 self.forget(rows_of(ids, self.rows_per_item))
-                changes.put_items(self.view, ids, rows)
-                self.mark_current()
+                try:
+                    changes.put_items(self.view, ids, rows)
+                finally:  # Whether the rows have changed or not, the cache has none of them.
+                    self.mark_current()
 
     def mark_current(self) -> None:
         """Notes that the cached rows are those of the table's present version."""
@@ -641,8 +643,7 @@ class CacheState:
             coded, lengths = _rows_at(coded, fitting), lengths[fitting]
         if kept.numel() < numbers.numel():
             others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
-            changes.put_rows(view, numbers[others], _rows_at(data, others).view(-1))
-            self.mark_current()
+            self._write_others(numbers[others], _rows_at(data, others).view(-1), lost)
         numbers, entries = numbers[kept], entries[kept]
         for number, slab in generation:
             mine = None if len(generation.slabs) == 1 else (slabs_of(entries) == number).nonzero()[:, 0]
@@ -651,8 +652,23 @@ class CacheState:
                 _put(slab, generation, numbers, entries, coded, lengths)
             else:
                 _put(slab, generation, numbers[mine], entries[mine], _rows_at(coded, mine), lengths[mine])
+
+    def _write_others(self, numbers: torch.Tensor, data: torch.Tensor, lost: torch.Tensor | None) -> None:
+        """Changes rows of a writable cache in the table. numbers, data: the row numbers, and the bytes of the rows.
+        lost: those row numbers whose rows are cached, and are removed from the cache. None: no row is cached."""
+
+        def write() -> None:
+            changes.put_rows(self.view, numbers, data)
             if lost is not None:
-                torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+                self.forget(lost)
+            self.mark_current()
+
+        try:
+            write()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                write()  # do all steps again, so that the cache has no old row of these
+            raise
 
     def flush(self) -> None:
         """Writes changed rows back to the table. They stay cached."""
@@ -660,16 +676,18 @@ class CacheState:
         with self.change_lock, self.lock:
             generation = self.generation
             was_current = generation.version == view.version
-            for _, slab in generation:
-                self.hold(generation, slab.device, self.order.write(slab.device))
-                are_dirty = ((slab.map[:, 1] & _DIRTY) != 0) & (slab.map[:, 0] >= 0)
-                changed = are_dirty.nonzero()[:, 0]
-                for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
-                    numbers, entries = slab.map[ways].t().contiguous().unbind(0)
-                    changes.put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
-                    slab.map[ways, 1] = entries & ~_DIRTY
-            if was_current:
-                self.mark_current()
+            try:
+                for _, slab in generation:
+                    self.hold(generation, slab.device, self.order.write(slab.device))
+                    are_dirty = ((slab.map[:, 1] & _DIRTY) != 0) & (slab.map[:, 0] >= 0)
+                    changed = are_dirty.nonzero()[:, 0]
+                    for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
+                        numbers, entries = slab.map[ways].t().contiguous().unbind(0)
+                        changes.put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
+                        slab.map[ways, 1] = entries & ~_DIRTY
+            finally:  # The table gets rows that the cache has, so the cached rows are current however far this came.
+                if was_current:
+                    self.mark_current()
 
 
 # ---- coded rows in slots ----

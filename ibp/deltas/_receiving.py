@@ -125,8 +125,8 @@ class Receiver:
             return False
         try:
             self._become([arrival for each in all_parts.values() for came in each.came.values() for arrival in came])
-            self._senders = {part: each.head.sender for part, each in self._pending.items()}
-            self.version = head.version
+            senders = {part: each.head.sender for part, each in self._pending.items()}
+            self._senders, self.version = senders, head.version
         finally:
             self._pending = {}
         return True

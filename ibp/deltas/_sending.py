@@ -168,8 +168,7 @@ class Sender:
             return finish
 
         messages = [finish() for finish in one_ahead(begin(*numbered) for numbered in enumerate(pieces))]
-        self._kept = made
-        self.version += 1
+        self._kept, self.version = made, self.version + 1
         return messages
 
     def _regions(self, weights: Named) -> list[OwnRegion]:
@@ -193,8 +192,8 @@ class Sender:
         if layout != self._layout:
             for (name, *_), values in zip(shards, tensors):
                 check_weight(values, name)
-            self._division = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
-            self._layout = layout
+            division = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
+            self._layout, self._division = layout, division
         return [OwnRegion(*place, tensors) for place in self._division]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:

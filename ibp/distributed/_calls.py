@@ -537,12 +537,12 @@ class NotedWork(Work):
         return all(work is None or work.is_completed() for work in self._works)
 
     def wait(self, timeout: object = None) -> bool:
-        works, self._works = self._works, []  # Some kinds of work cannot be waited for twice.
-        for work in works:
-            finished(work, False)
-        read, self._read = self._read, None
-        if read is not None:
-            read()
+        # Some kinds of work cannot be waited for twice. An interrupted call leaves the others to the next call.
+        while self._works:
+            finished(self._works.pop(0), False)
+        if self._read is not None:
+            self._read()
+            self._read = None
         return True
 
 
@@ -671,9 +671,12 @@ class _Transfer(OneTensor):
             return self.raw(async_op)
         self.check()
         channel = self.state.channels.setdefault((self.is_sent, self._peer, self._tag), Channel())
-        # If waiting for the last call fails here, the next call does not wait for it again.
-        last, channel.last = channel.last, None
-        finished(last, False)
+        try:
+            finished(channel.last, False)
+        except Exception:
+            channel.last = None  # The next call does not wait for it again, unless this call was interrupted.
+            raise
+        channel.last = None
         plan = channel.plans.get(self.kind)
         if plan is None and self.options.codec is not None:
             plan = channel.plans[self.kind] = Plan(self.options.codec, self._num_pieces(), is_checked=False)

@@ -169,12 +169,14 @@ class _Job:
         transfers: for each span that the job concerns, (group, span, the transfer of its coded pages). The transfer is
             None if a load has only raw pages.
         events: recorded before and after the job's work. None on the CPU.
+        has_failed: whether `is_loaded` has found a page that was not stored, or was damaged.
     """
 
     stores: bool
     moves: Moves
     transfers: list[tuple[int, _Span, Transfer | None]] = field(default_factory=list)
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    has_failed: bool = False
 
     def is_done(self) -> bool:
         return self.events is None or self.events[1].query()
@@ -184,13 +186,13 @@ class _Job:
 
     def is_loaded(self) -> bool:
         """Waits for the transfers of a load. Returns whether all pages were stored and none was damaged."""
-        try:
-            for _, _, transfer in self.transfers:
+        for _, _, transfer in self.transfers:
+            try:
                 if transfer is not None:
                     transfer.synchronize()
-        except (IndexError, CorruptTableError):
-            return False
-        return True
+            except (IndexError, CorruptTableError):
+                self.has_failed = True  # Others may have noted faults, too, which later jobs must not find.
+        return not self.has_failed
 
 
 class BlockStore(OfThisProcess):
@@ -296,7 +298,8 @@ class BlockStore(OfThisProcess):
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
-        """Begins to store blocks, after the work that is queued on the current stream.
+        """Begins to store blocks, after the work that is queued on the current stream. If the call is interrupted, or
+        fails when some of the blocks have been stored, none of the pages can be loaded until it is stored again.
 
         Args:
             job: the id of the job, chosen by the caller.
@@ -306,10 +309,15 @@ class BlockStore(OfThisProcess):
         entry, stream = _Job(True, dict(moves)), stream or self._store_stream
         spans = [(group, span) for group in entry.moves for span in self._spans[group]]
         self._make_stores([(span, entry.moves[group][1]) for group, span in spans])
-        with self._timed(entry, stream):
-            for group, span in spans:
-                entry.transfers.append((group, span, span.pool.put(span, *entry.moves[group], stream)))
-        self._jobs[job] = entry
+        try:
+            with self._timed(entry, stream):
+                for group, span in spans:
+                    entry.transfers.append((group, span, span.pool.put(span, *entry.moves[group], stream)))
+            self._jobs[job] = entry
+        except BaseException as error:
+            if entry.transfers or not isinstance(error, Exception):
+                self._remove(entry)
+            raise
 
     def load(
         self,
@@ -414,22 +422,36 @@ class BlockStore(OfThisProcess):
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             if entry.stores:
                 self._keep_lost(entry)
-            success = entry.stores or entry.is_loaded()
-            del self._jobs[job]  # only now: if a line before raises, the next call tries again
-            self._finished.append((job, success, entry.seconds()))
+            report = job, entry.stores or entry.is_loaded(), entry.seconds()
+            left = {other: each for other, each in self._jobs.items() if other != job}
+            # In one statement, so that no report is lost or given twice. If a line before raises, the next call tries
+            # again.
+            self._jobs, self._finished = left, [*self._finished, report]
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():
                 pool.recount()
 
     def _keep_lost(self, entry: _Job) -> None:
         """Drops the raw copies of the pages of a store, and makes raw copies of the pages that were lost."""
+        self._drop_raw(entry)
+        for group, span, transfer in entry.transfers:
+            assert transfer is not None
+            span.pool.keep(span, *entry.moves[group], set(transfer.lost()))
+
+    def _drop_raw(self, entry: _Job) -> None:
+        """Drops the raw copies of the pages of a store."""
         for pool in self._pools.values():  # all pools, because a page may have belonged to another group before
             for pages, _ in entry.moves.values():
                 for page in pages:
                     pool.raw.pop(page, None)
-        for group, span, transfer in entry.transfers:
-            assert transfer is not None
-            span.pool.keep(span, *entry.moves[group], set(transfer.lost()))
+
+    def _remove(self, entry: _Job) -> None:
+        """Removes the pages of a store that was interrupted, because some of their tensors may have new blocks, and
+        others old ones."""
+        pages = {page for pages, _ in entry.moves.values() for page in pages if 0 <= page < self._num_pages}
+        for store in self.pools:
+            store.free(list(pages))
+        self._drop_raw(entry)
 
 
 # ---- pages by key ----
@@ -569,9 +591,10 @@ class KeyedPages(OfThisProcess):
     def unpin(self, key: Hashable) -> None:
         """Undoes one `pin`."""
         with self._lock:
-            self._pins[key] -= 1
-            if self._pins[key] <= 0:
-                del self._pins[key]
+            if self._pins[key] > 1:
+                self._pins[key] -= 1
+            else:
+                self._pins.pop(key, None)
 
     def delete(self, key: Hashable) -> bool:
         """Removes a page, even if it is pinned. Returns False if no page with this key is stored."""

@@ -211,11 +211,12 @@ class KVRows(OfThisProcess):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         rows, sms = rows.detach() if rows.requires_grad else rows, sms_of(max_sms)
         row_ids = None if chosen is None else self._rows(chosen.unsqueeze(1))
+        if self.caches:  # Rows leave the cache before they change, so that an interrupted call leaves no old row in it.
+            cached = row_ids
+            if cached is None:
+                cached = torch.arange(first_row, first_row + shape[0] * self.num_heads, device=self.device)
+            self.caches[layer].invalidate(cached.view(-1))
         place.handle.encode(rows, place.tally, place.fault, row_ids=row_ids, first_row=first_row, max_sms=sms)
-        if self.caches:
-            if row_ids is None:
-                row_ids = torch.arange(first_row, first_row + shape[0] * self.num_heads, device=self.device)
-            self.caches[layer].invalidate(row_ids.view(-1))
 
     def load(
         self,
@@ -267,9 +268,9 @@ class KVRows(OfThisProcess):
     def clear(self, layer: int | None = None) -> None:
         """Removes the rows of a layer and frees their overflow. layer: number of the layer. None: all layers."""
         for number in range(self.num_layers) if layer is None else (self._layer(layer),):
-            self.places[number].clear()
             if self.caches:
                 self.caches[number].invalidate()
+            self.places[number].clear()
 
     def check(self) -> None:
         """Waits for the work on the current stream, and raises an error if a call of `store` or `load` has noted a

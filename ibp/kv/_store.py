@@ -17,6 +17,7 @@ from .._common.process import ForkLock, OfThisProcess
 from .._fetch.calls import check_range, list_of_ids
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
+from .._machine.staging import copy_all
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import raw_row_overflow, stored_sizes
 from .._rows.handle import Faults, FaultWords, Handle
@@ -435,16 +436,17 @@ class KVStore(OfThisProcess):
         with self._lock, self._on_stream(None, True, host, (near,)):
             is_there = (near >= 0) & (near < self.num_pages)
             index = torch.where(is_there, near, self.num_pages)
-            self._stored[index] = 0
             self._seen_near[index] = 0
+            self._stored[index] = 0
             self._begun(True, near, host, range(0))
 
     def clear(self) -> None:
         """Removes all pages and frees all overflow. Waits for all transfers begun so far."""
         self.synchronize()
+        # First no page counts as stored, so that an interrupted call leaves no page with removed rows.
+        self._seen.zero_(), self._stored.zero_()
         self.place.clear()
         self._give_parts()
-        self._stored.zero_(), self._seen.zero_()
         self.faults.clear(self.device)
 
     def compact(self) -> int:
@@ -472,10 +474,12 @@ class KVStore(OfThisProcess):
     def synchronize(self) -> None:
         """Makes the host wait for all transfers begun so far."""
         with self._lock:
-            under_way, self._under_way = self._under_way, []
+            under_way = self._under_way
         for transfer in under_way:
             if transfer._event is not None:
                 transfer._event.synchronize()
+        with self._lock:
+            self._under_way = [transfer for transfer in self._under_way if transfer not in under_way]
 
     def check(self) -> None:
         """Waits for all transfers begun so far, and raises an error if one of them has noted a fault.
@@ -556,7 +560,11 @@ class KVStore(OfThisProcess):
         with torch.cuda.stream(stream):
             for tensor in used:
                 tensor.record_stream(stream)
-            yield
+            try:
+                yield
+            except BaseException:
+                stream.synchronize()  # because later transfers do not wait for the work of this one
+                raise
 
     def _begun(self, stores: bool, near: torch.Tensor, host: torch.Tensor | None, tensors: range) -> Transfer:
         transfer = Transfer(self, stores, near, host, tensors)
@@ -594,9 +602,10 @@ def _compact(place: CodedRows, keeps: torch.Tensor) -> None:
     starts, total = ends - needed, int(ends[-1]) if len(ends) else 0
     inside = torch.arange(total, device=needed.device) - starts.repeat_interleave(needed)
     sectors = place.handle.parts.overflow.view(-1, sector)
-    sectors[:total] = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
-    place.bases.copy_(torch.where(needed > 0, starts * sector, -1))
-    place.rooms.copy_(needed.to(torch.int16).view(torch.uint16))
-    place.used.fill_(total * sector)
+    targets = [sectors[:total], place.bases, place.rooms, place.used]
+    moved = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
+    bases, rooms = torch.where(needed > 0, starts * sector, -1), needed.to(torch.int16).view(torch.uint16)
+    # The bytes of rows and the index change in one operation, so that an interrupt comes before it or after it.
+    copy_all(targets, [moved, bases, rooms, torch.full_like(place.used, total * sector)])
     if needed.is_cuda:
         torch.cuda.current_stream(needed.device).synchronize()

@@ -372,11 +372,11 @@ class RowsModule(TableModule):
     def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Sets weight[ids] = rows, for ids [U] as `row_gradient` returns them and rows [U, embedding_dim]."""
         check_rows(self.weight, rows, ids.numel())
+        self._num_writes += 1  # before the rows change, so that an interrupted call leaves no old rows in use
         if self.cache is None:
             put_items(self.weight, ids, rows)
         else:
             self.cache.put_items(ids, rows)
-        self._num_writes += 1
 
     # ---- the table ----
 
@@ -416,9 +416,9 @@ class RowsModule(TableModule):
     def _take(self, name: str, table: CompressedTensor) -> None:
         """Replaces the table. If there is a cache, replaces it by a cache of the new table with the same row numbers.
         Drops the gradients."""
-        cache = self.cache
+        cache, made = self.cache, None
         if cache is not None:
-            self.cache = RowCache(
+            made = RowCache(
                 table,
                 cache.budget_bytes,
                 cache.cached_ids().tolist(),
@@ -426,7 +426,10 @@ class RowsModule(TableModule):
                 policy=cache.policy,
                 writable=cache.writable,
             )
+        self.flush()
+        self.cache = None  # so that no interrupt leaves a table with a cache of another one
         super()._take(name, table)
+        self.cache = made
         self.drop_gradients()
         self._num_writes += 1
 

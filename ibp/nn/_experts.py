@@ -354,11 +354,12 @@ class Experts(CodedModule):
     def turn_plain(self) -> None:
         """Turns this object into the plain module, of the class from which it was made."""
         plain = {name: stack.plain_parameter(stack.requires_grad) for name, stack in self.stacks.items()}
-        state = {
-            name: value for name, value in vars(self).items() if name not in ("fused", "_kind", "_calls", "stacks")
-        }
-        state["_parameters"] = {**self._parameters, **plain}
-        self.__dict__, self.__class__ = state, self._kind
+        # After each step this object is a module that works, in case an interrupt comes before the next step.
+        own = vars(self)
+        own["_parameters"] = {**self._parameters, **plain}
+        self.__class__ = self._kind
+        for name in ("fused", "_kind", "_calls", "stacks"):
+            del own[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Computes what the original forward of the class computes.

@@ -262,9 +262,14 @@ class TableModule(CodedModule):
 
     def turn_plain(self, weight: torch.nn.Parameter) -> None:
         """Turns this object into the plain module with the given weights. The object keeps its hooks and its mode."""
-        plain = self._module_over(weight)
-        self.__dict__ = {**vars(plain), **{name: vars(self)[name] for name in _OF_ANY_MODULE}}
+        plain, own = self._module_over(weight), vars(self)
+        new = {name: value for name, value in vars(plain).items() if name not in _OF_ANY_MODULE}
+        left = own.keys() - new.keys() - set(_OF_ANY_MODULE)
+        # After each step this object is a module that works, in case an interrupt comes before the next step.
+        own.update(new)
         self.__class__ = type(plain)  # type: ignore[assignment]
+        for name in left:
+            del own[name]
 
     def extra_repr(self) -> str:
         table = self.weight

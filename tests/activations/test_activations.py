@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ibp._activations.offload import CODED, RAW, ActivationPolicy, _RegionSize
 from ibp._activations.regions import PieceTransfers, SavedRegion
 from ibp._common import process
 from ibp._machine import memory as machine_memory
+from interrupts import interrupt_at
 
 LEAST = 1024
 CPU = torch.device("cpu")
@@ -1222,6 +1224,20 @@ def test_two_gpus(gpus):
     for _ in range(3):
         assert_same_gradients(split(offload), wanted)
     assert len(offload._transfers) == 2
+
+
+def test_a_retained_graph_is_read_again_after_an_interrupt():
+    x = torch.randn(64, 256).mul(0.02).requires_grad_()
+    offload = ibp.offload_activations(device="cpu", least_bytes=1024)
+    for moment in itertools.count(0, 3):
+        with offload:
+            loss = (x.exp().sin() * x).sum()
+        (wanted,) = torch.autograd.grad(loss, x, retain_graph=True)
+        _, interrupts = interrupt_at(moment, None, lambda: torch.autograd.grad(loss, x, retain_graph=True))
+        assert_same_bits(torch.autograd.grad(loss, x)[0], wanted)
+        if not interrupts:
+            break
+    assert moment > 5
 
 
 def test_what_does_not_shrink_counts_in_a_budget_on_a_gpu(cuda):

@@ -2,6 +2,7 @@
 the CPU all of it runs on the host's twins of the kernels."""
 
 import copy
+import itertools
 import pickle
 import threading
 import warnings
@@ -18,6 +19,7 @@ import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
 from ibp._rows import handle
 from ibp.cache import _row_cache, _slabs
+from interrupts import Interrupted, InterruptedOperations
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
@@ -1085,3 +1087,42 @@ def test_rows_ahead_of_use_on_a_gpu(cuda):
     ids = torch.tensor([3, 0, 599, 3], device=cuda)
     ahead = cache.prefetch(ids, stream=torch.cuda.Stream(cuda))
     assert_same_bits(ahead.wait().cpu(), x[ids.cpu()])
+
+
+# ---- interruptions ----
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("call", ["update_", "update_ writable", "flush", "update_ of the table"])
+def test_interrupted_changes_leave_no_old_row(call, is_before):
+    """Each row is the one before the call, or the one after it. It stays so until the next change, and after the same
+    call all rows are those after it. If the table alone changes, the cache may refuse reads."""
+    x, ids, all_ids = tensor(120), torch.arange(0, 120, 3), torch.arange(120)
+    table, rows, wanted = table_of(x), x[ids].flip(0), x.clone()
+    wanted[ids] = rows
+    for number in itertools.count():
+        held, is_writable = table.clone(), call in ("update_ writable", "flush")
+        cache = ibp.RowCache(held, 80_000, all_ids.tolist(), devices="cpu", writable=is_writable)
+        changed = held if call == "update_ of the table" else cache
+        if call == "flush":
+            cache.update_(ids, rows)
+        try:
+            with InterruptedOperations([number], is_before):
+                cache.flush() if call == "flush" else changed.update_(ids, rows)
+            break
+        except Interrupted:
+            pass
+        if changed is held:
+            try:
+                assert_same_bits(cache.index_select(all_ids), held.decompress())
+            except RuntimeError:
+                assert held.version != table.version
+            continue
+        found = cache.index_select(all_ids)
+        assert ((found == x).all(1) | (found == wanted).all(1)).all()
+        cache.flush()
+        assert_same_bits(cache.index_select(all_ids), found)
+        assert_same_bits(held.decompress(), found)
+        cache.update_(ids, rows)
+        assert_same_bits(cache.index_select(all_ids), wanted)
+    assert number > 5 and held.version > table.version

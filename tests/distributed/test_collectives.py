@@ -28,6 +28,7 @@ from ibp.distributed import (
     recv,
     send,
 )
+from ibp.distributed._calls import NotedWork
 from ibp.distributed._messages import (
     ROW_BYTES,
     MessageBuffers,
@@ -1374,3 +1375,20 @@ def capture(rank):
 
 def test_a_graph_captures_torchs_own_call(nccl):
     nccl(capture)
+
+
+def test_work_is_waited_for_after_an_interrupt():
+    """Once each, and then the note is read."""
+    waited = []
+
+    class Interrupting(dist.Work):
+        def wait(self, *_):
+            waited.append(self)
+            if len(waited) == 1:
+                raise KeyboardInterrupt
+
+    parts = [Interrupting(), Interrupting()]
+    work = NotedWork(list(parts), lambda: waited.append("note"))
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.wait() and waited == [*parts, "note"]

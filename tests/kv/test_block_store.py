@@ -8,7 +8,7 @@ import torch
 from helpers import assert_same_bits
 from ibp.kv import BlockStore
 from ibp.kv._engines import _Pool
-from interrupts import Interrupted, InterruptedOperations
+from interrupts import Interrupted, InterruptedOperations, interrupt_at
 
 BLOCK_BYTES = 4096
 
@@ -107,6 +107,55 @@ def test_interrupted_jobs_lose_no_page(is_before):
     store.load(-1, {0: (pages, pages)})
     assert finish(store, -1)
     assert_same_bits(blocks, before)
+
+
+def test_interrupted_stores_mix_no_page():
+    """A page has the old blocks of all of its tensors, or the new ones, or it is not stored."""
+    sizes = BLOCK_BYTES, BLOCK_BYTES // 2
+    old, new = ([blocks_of(4, seed + size, block_bytes=size) for size in sizes] for seed in (0, 1))
+    for moment in itertools.count(0, 4):
+        layers = [blocks.clone() for blocks in old]
+        store = store_of(layers, num_pages=3, pool_bytes=4 * BLOCK_BYTES)
+        store.store(1, {0: ([0, 1, 2], [0, 1, 2])})
+        assert finish(store, 1)
+        for layer, blocks in zip(layers, new):
+            layer.copy_(blocks)
+        _, interrupts = interrupt_at(moment, None, lambda: store.store(2, {0: ([0, 1], [0, 1])}))
+        store.wait()
+        store.finished()
+        for page in range(3):
+            store.load(3, {0: ([page], [3])})
+            if finish(store, 3):
+                of = [[blocks[page] for blocks in each] for each in (old, new)]
+                assert [layer[3].tolist() for layer in layers] in [
+                    [block.tolist() for block in blocks] for blocks in of
+                ]
+            else:
+                assert page < 2 and interrupts
+        if not interrupts:
+            break
+    assert moment > 5
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_interrupted_waits_report_each_job_once(stores):
+    """And a load of a page that is not stored has failed, whichever call finds it."""
+    for moment in itertools.count():
+        layers = [blocks_of(4), blocks_of(4, block_bytes=BLOCK_BYTES // 2)]
+        store = store_of(layers, num_pages=3, pool_bytes=4 * BLOCK_BYTES)
+        store.store(1, {0: ([0], [0])})
+        assert finish(store, 1)
+        if stores:
+            store.store(2, {0: ([1], [1])})
+        else:
+            store.load(2, {0: ([2], [3])})
+        _, interrupts = interrupt_at(moment, None, store.wait)
+        assert finish(store, 2) == stores
+        store.load(3, {0: ([0], [3])})
+        assert finish(store, 3)  # although another one has failed
+        if not interrupts:
+            break
+    assert moment > 5
 
 
 def test_loads_of_pages_that_are_not_there():

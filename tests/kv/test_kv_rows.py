@@ -11,7 +11,7 @@ import torch
 import ibp
 from counted import CountedOperations, calls_of
 from helpers import assert_same_bits
-from interrupts import Interrupted, InterruptedOperations
+from interrupts import Interrupted, InterruptedOperations, interrupt_at
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sparse_attention.py"
 HEADS, DIM, TOKENS = 4, 64, 200
@@ -68,6 +68,23 @@ def test_interrupted_stores_lose_no_token(is_before, cache_bytes):
     kv.store(0, rows, tokens)
     assert_same_bits(kv.load(0, tokens), rows)
     kv.check()
+
+
+@pytest.mark.parametrize("call", ["store", "clear"])
+def test_interrupted_changes_leave_no_old_row_in_the_cache(call):
+    """All tokens have the rows before the call, or those after it, whichever rows are in the cache later."""
+    old, new, tokens = rows_of(24), rows_of(24, seed=1), torch.arange(24)
+    codebook = kv_of(old).codebook
+    for moment in itertools.count():
+        kv = kv_of(codebook, cache_bytes=40_000, dtype=old.dtype, num_layers=1, num_tokens=24)
+        kv.store(0, old, tokens)
+        kv.load(0, tokens[:12])
+        _, interrupts = interrupt_at(moment, None, lambda: kv.store(0, new, tokens) if call == "store" else kv.clear())
+        found, after = kv.load(0, tokens), new if call == "store" else torch.zeros_like(old)
+        assert_same_bits(found, after if torch.equal(found, after) else old)
+        if not interrupts:
+            break
+    assert moment > 5 and torch.equal(found, after)
 
 
 def test_tokens_that_are_put_again_are_new_ones(cache_bytes):

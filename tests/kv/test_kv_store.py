@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from interrupts import Interrupted, InterruptedOperations
+from interrupts import Interrupted, InterruptedOperations, interrupt_at
 
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim
 PAGE_BYTES = 2 * 2 * 16 * 2 * 32
@@ -212,6 +212,26 @@ def test_interrupted_calls_lose_no_page(call, is_before):
     store.load(range(40), out).synchronize()
     assert_same_bits(out, kv.flip(0))
     store.check()
+
+
+@pytest.mark.parametrize("call", ["clear", "compact"])
+def test_interrupted_changes_of_all_pages(call):
+    """Each page has its bytes, or is not stored."""
+    kv = cache(8)
+    kv[::3] = noise(8)[::3]
+    codebook, out = store_of(kv).codebook, torch.zeros_like(kv)
+    for moment in itertools.count():
+        store = store_of(codebook, num_pages=8, slot_bytes=704, overflow_bytes=20 * PAGE_BYTES)
+        store.store(range(8), noise(8))
+        store.store(range(8), kv)
+        _, interrupts = interrupt_at(moment, None, getattr(store, call))
+        there = [page for page, is_there in enumerate(store.is_stored(range(8))) if is_there]
+        store.load(there, out, there).synchronize()
+        assert_same_bits(out[there], kv[there])
+        assert len(there) == 8 or call == "clear"
+        if not interrupts:
+            break
+    assert moment > 5 and len(there) == (8 if call == "compact" else 0)
 
 
 def test_a_page_that_lacks_a_tensor():

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import ibp
 from helpers import assert_same_bits, embedding
 from ibp.nn._tables import TableModule
+from interrupts import interrupt_at
 from models import IDS
 from test_coded_experts import PlainExperts
 from test_compressing import Net, compress
@@ -47,6 +49,22 @@ def test_models_are_as_they_were(dtype, tie):
     model(IDS).float().sum().backward()
     assert (model.embed.weight.grad is None) == tie and model.blocks[0].up.weight.grad is not None
     assert compress(model.requires_grad_(False).eval()).coded == compress(copy.deepcopy(plain)).coded
+
+
+def test_interrupted():
+    """The model works, and the same call completes what is left."""
+    plain = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 64)).bfloat16().eval()
+    coded, ids = copy.deepcopy(plain), torch.arange(8)
+    ibp.nn.compress(coded, min_bytes=0)
+    assert all(isinstance(module, TableModule) for module in coded)
+    for moment in itertools.count(0, 3):
+        model = copy.deepcopy(coded)
+        _, interrupts = interrupt_at(moment, None, lambda: ibp.nn.decompress(model))
+        assert_same_bits(model(ids), plain(ids))
+        assert_undone(model, plain)
+        if not interrupts:
+            break
+    assert moment > 5
 
 
 def test_plain_models_stay_as_they_are():

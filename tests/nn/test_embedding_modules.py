@@ -2,6 +2,7 @@
 drawn, saved and loaded."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 import ibp
 from helpers import assert_same_bits, embedding, pairwise
 from ibp.nn import _embedding
+from interrupts import interrupt_at
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -449,3 +451,30 @@ def test_collections_in_graphs(cuda):
     graph.replay()
     assert_same_bits(pooled, collection(bags))
     assert not torch.equal(pooled, expected)
+
+
+@pytest.mark.parametrize("call", ["write_rows", "load_state_dict"])
+def test_interrupted_changes_leave_no_old_row(call):
+    """An optimizer gets the present rows of a gradient, and the cache has the rows of the table."""
+    torch.manual_seed(0)
+    old, new, ids = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.arange(64)
+    table, cache_bytes = ibp.compress(old, device="cpu"), 0 if call == "write_rows" else 20_000
+    state = {"weight": ibp.compress(new, device="cpu")}
+    for moment in itertools.count(0, 3):
+        module = ibp.nn.Embedding(table.clone(), trainable=call == "write_rows")
+        if cache_bytes:
+            module.cache = ibp.RowCache(module.weight, cache_bytes, ids.tolist(), devices="cpu")
+        loss = module(ids).float().sum()
+
+        def work():
+            return module.write_rows(ids, new) if call == "write_rows" else module.load_state_dict(state)
+
+        _, interrupts = interrupt_at(moment, None, work)
+        assert_same_bits(module(ids).detach(), module.weight.decompress())
+        if call == "write_rows":
+            loss.backward()
+            gradient = module.row_gradient()
+            assert_same_bits(gradient.rows, module.weight.index_select(gradient.ids))
+        if not interrupts:
+            break
+    assert moment > 5

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import signal
 import sys
@@ -15,6 +16,7 @@ from helpers import assert_same_bits
 from ibp._machine import memory
 from ibp._rows.handle import spread_bytes
 from ibp._tables import changes
+from interrupts import interrupt_at
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 KINDS = {
@@ -442,6 +444,45 @@ def was_interrupted(call, at):
     table.append(rows)
     assert_reads(table, torch.cat((now, rows)))
     return interrupted
+
+
+def test_interrupted_append_to_a_short_row():
+    """Its bytes are the old ones, or the completed ones."""
+    x, rows = tensor((69, 50)), torch.randint(-(2**15), 2**15, (40, 50), dtype=torch.int16).view(torch.bfloat16)
+    new = torch.cat((x, rows))
+    made = ibp.compress(x, scheme="planes", slot_bytes=128, row_bytes=192, **ON_CPU)
+    for moment in itertools.count(0, 3):
+        table = made.clone()
+        _, interrupts = interrupt_at(moment, None, lambda: table.append(rows))
+        assert_same_bits(table.decompress(), x if len(table) == len(x) else new)
+        if len(table) == len(x):
+            table.append(rows)
+            assert_same_bits(table.decompress(), new)
+        if not interrupts:
+            break
+    assert moment > 5
+
+
+def test_append_that_fails_when_the_overflow_has_grown(monkeypatch):
+    """The short last row has its old bytes in the larger overflow, too."""
+    torch.manual_seed(0)
+    becomes = ibp._rows.table.Table._set_room
+
+    def fails(self, room, geometry=None):
+        if geometry is not None:
+            raise KeyboardInterrupt
+        return becomes(self, room)
+
+    for num_items, slot_bytes in itertools.product((21, 69, 117), (64, 96, 128)):
+        x, noise = tensor((num_items, 50)), torch.randint(-(2**15), 2**15, (300, 50), dtype=torch.int16)
+        table = ibp.compress(x, scheme="planes", slot_bytes=slot_bytes, row_bytes=192, **ON_CPU)
+        table.update_(torch.arange(num_items - 4, num_items), x[-4:])
+        size_before = table.overflow.numel()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ibp._rows.table.Table, "_set_room", fails)
+            table.append(noise.view(torch.bfloat16))
+        assert table.overflow.numel() > size_before
+        assert_same_bits(table.decompress(), x)
 
 
 def test_interrupted_by_a_signal():
