@@ -479,7 +479,8 @@ class KVStore(OfThisProcess):
             if transfer._event is not None:
                 transfer._event.synchronize()
         with self._lock:
-            self._under_way = [transfer for transfer in self._under_way if transfer not in under_way]
+            ended = set(map(id, under_way))
+            self._under_way = [transfer for transfer in self._under_way if id(transfer) not in ended]
 
     def check(self) -> None:
         """Waits for all transfers begun so far, and raises an error if one of them has noted a fault.
