@@ -665,9 +665,11 @@ class CacheState:
 
         try:
             write()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                write()  # do all steps again, so that the cache has no old row of these
+        except Exception:  # The rows are what they were, in the table and in the cache.
+            self.mark_current()
+            raise
+        except BaseException:
+            write()  # do all steps again, so that the cache has no old row of these
             raise
 
     def flush(self) -> None:

@@ -10,18 +10,17 @@ import functools
 import itertools
 import os
 import re
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from .._common.arguments import whole_number
-from .._common.process import Closing
+from .._common.process import Closing, ForkLock
 from .._common.sequences import ahead
 from .._files import (
     FileWriter,
@@ -334,12 +333,14 @@ def _sources_of(
     do. The function holds the last num_held tensors that it has returned. Raises what `CheckpointWriter.compress`
     raises for a wrong tensor. path: the file to which the tensors are written."""
     # Functions run on the stream of the calling thread, whichever thread calls them.
-    lock, stream = threading.Lock(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    lock, on_stream = ForkLock(), cast(Callable[[], Any], contextlib.nullcontext)
+    if torch.cuda.is_initialized():
+        on_stream = functools.partial(torch.cuda.stream, torch.cuda.current_stream())
 
     @functools.lru_cache(num_held)
     def held(name: str) -> torch.Tensor:
         given = tensors[name]
-        with torch.cuda.stream(stream):
+        with on_stream():
             tensor = given() if callable(given) else given
         check_tensor(tensor, repr(name), KEPT_DTYPES)
         if type(tensor) not in _CLASSES:

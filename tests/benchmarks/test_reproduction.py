@@ -734,7 +734,9 @@ def test_ratios_of_figures(tmp_path):
     writer(tmp_path)(
         "choose",
         "case,arm,savings",
-        *("sorted ids with runs,nvcomp:cascaded,0.9", "strings as int32,nvcomp:lz4,0.5", "strings as int32,nvcomp:cascaded,0.0"),
+        "sorted ids with runs,nvcomp:cascaded,0.9",
+        "strings as int32,nvcomp:lz4,0.5",
+        "strings as int32,nvcomp:cascaded,0.0",
     )
     row = next(row for row in reproduction.NVCOMP_POST if row.item == "Figure 4")
     assert row.ratios(reading.Results(tmp_path)) == (

@@ -95,7 +95,8 @@ def test_an_interrupt_leaves_no_lock(tmp_path):
 def test_the_lock_of_a_killed_process_is_none(tmp_path):
     code = (
         "import sys, time, pathlib; from ibp.checkpoints._outputs import Journal; "
-        "Journal(pathlib.Path(sys.argv[1]), {'a': 'plan'}).open(True); print('has it', flush=True); time.sleep(600)"
+        "journal = Journal(pathlib.Path(sys.argv[1]), {'a': 'plan'}); journal.open(True); "
+        "print('has it', flush=True); time.sleep(600)"
     )
     target = tmp_path / "out.safetensors"
     child = subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE, text=True)
