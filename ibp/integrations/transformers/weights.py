@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -242,14 +241,12 @@ class _CodedEntry:
     dtype)`. For a table, `entry[...]` is the entry itself, and `to` returns the values on the device, in the form in
     which the model keeps the parameter.
 
-    verify: begins to compare the checksums of the tensor; called when transformers reads the tensor.
-
     wanted: (the `ModelLoading`, which knows the form in which the model keeps the parameter; the name of the
     parameter). None: the tensor is read as a plain tensor.
     """
 
-    def __init__(self, tensor: SourceTensor, verify: Callable[[], None]) -> None:
-        self._tensor, self._verify = tensor, verify
+    def __init__(self, tensor: SourceTensor) -> None:
+        self._tensor = tensor
         self.wanted: tuple[ModelLoading, str] | None = None
 
     def get_dtype(self) -> str:
@@ -260,7 +257,6 @@ class _CodedEntry:
 
     def __getitem__(self, items: Any) -> Any:
         is_whole_table = items is Ellipsis and self._tensor.make_table is not None
-        self._verify()
         return self if is_whole_table else self._tensor.tensor()[items]
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
@@ -273,19 +269,10 @@ class _CodedEntry:
 
 
 class _CodedFile:
-    """A coded file. It has those methods of a safetensors file that transformers calls.
-
-    Checksums are compared by threads beside the load. `__exit__`, which transformers calls before the model is
-    returned, waits for them, and raises ibp.ChecksumError if a tensor that was read is damaged.
-    """
+    """A coded file. It has those methods of a safetensors file that transformers calls."""
 
     def __init__(self, path: str) -> None:
-        with contextlib.ExitStack() as stack:
-            self._source = stack.enter_context(ibp.checkpoints.open(path))
-            self._file = stack.enter_context(ibp.open(path))
-            self._closing = stack.pop_all()
-        self._loading = _loadings.get(path)
-        self._verifier, self._checks = ThreadPoolExecutor(1), dict[str, Future]()
+        self._source, self._loading = ibp.checkpoints.open(path, verify=True), _loadings.get(path)
 
     def keys(self) -> list[str]:
         return list(self._source.tensors)
@@ -294,26 +281,19 @@ class _CodedFile:
         return dict(self._source.metadata)
 
     def get_slice(self, name: str) -> _CodedEntry:
-        entry = _CodedEntry(self._source.tensors[name], functools.partial(self._verify, name))
+        entry = _CodedEntry(self._source.tensors[name])
         if self._loading is not None and self._loading.has(name):
             entry.wanted = self._loading, name
         return entry
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        self._verify(name)
         return self._source.tensors[name].tensor()
-
-    def _verify(self, name: str) -> None:
-        if name not in self._checks:
-            self._checks[name] = self._verifier.submit(self._file.verify, [name])
 
     def __enter__(self) -> _CodedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._closing, self._verifier:
-            for check in self._checks.values():
-                check.result()
+        self._source.close()
 
 
 _safe_open = transformers.modeling_utils.safe_open
