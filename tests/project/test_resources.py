@@ -42,6 +42,7 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/cache/_slabs.py": "ibp.RowCache",
     "ibp/checkpoints/_other_files.py": "ibp.checkpoints.compress",
     "ibp/checkpoints/_source.py": "ibp.checkpoints.compress",
+    "ibp/checkpoints/_writing.py": "ibp.checkpoints.CheckpointWriter",
     "ibp/codecs/_codec.py": "ibp.codecs.WholeTensor.decompress",
     "ibp/kv/_engines.py": "ibp.kv.KeyedPages",
     "ibp/kv/_store.py": "ibp.kv.KVStore",
@@ -130,9 +131,9 @@ UNTESTED = {  # {resource: {reason: calls}}
         ),
     },
     HELD: {
-        "held while memory is pinned, a deflated array is read or a weight is decoded; tests/common/test_locks.py "
-        "tests the class of all locks": "ibp.CompressedTensor.share_memory_, ibp.checkpoints.compress, "
-        "ibp.adapters.ModelLoading",
+        "held while memory is pinned, a deflated array is read, a weight is decoded or a function makes a tensor; "
+        "tests/common/test_locks.py tests the class of all locks": "ibp.CompressedTensor.share_memory_, "
+        "ibp.checkpoints.compress, ibp.adapters.ModelLoading, ibp.checkpoints.CheckpointWriter",
         "needs a GPU, which no child can use": "ibp.codecs.WholeTensor.decompress",
     },
     MESSAGE: {
