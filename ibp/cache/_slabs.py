@@ -657,19 +657,18 @@ class CacheState:
         """Changes rows of a writable cache in the table. numbers, data: the row numbers, and the bytes of the rows.
         lost: those row numbers whose rows are cached, and are removed from the cache. None: no row is cached."""
 
-        def write() -> None:
-            changes.put_rows(self.view, numbers, data)
+        try:
+            try:
+                changes.put_rows(self.view, numbers, data)
+            except Exception:  # The rows are what they were, in the table and in the cache.
+                self.mark_current()
+                raise
             if lost is not None:
                 self.forget(lost)
             self.mark_current()
-
-        try:
-            write()
-        except Exception:  # The rows are what they were, in the table and in the cache.
-            self.mark_current()
-            raise
-        except BaseException:
-            write()  # do all steps again, so that the cache has no old row of these
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Do all steps again, so that the cache has no old row of these.
+                self._write_others(numbers, data, lost)
             raise
 
     def flush(self) -> None:

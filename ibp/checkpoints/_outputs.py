@@ -205,7 +205,8 @@ class Journal:
         """Makes the directory, if it does not exist, and locks it, so that no other call can use it until `release` is
         called. If an interrupted call with the same plan has left the directory, and if `restart` is set, the finished
         files in it are kept; otherwise it is emptied. check: called before that, unless the interrupted call has begun
-        to move finished files to their final paths. The directory stays as it is if `check` raises.
+        to move finished files to their final paths, and these files have not changed since. The directory stays as it
+        is if `check` raises.
 
         Raises:
             OSError: another call is using the directory, or its path is not a directory.
@@ -215,9 +216,10 @@ class Journal:
             goes_on = json.loads((self.directory / _PLAN).read_bytes()) == self._plan
         except (OSError, ValueError):
             goes_on = False
-        records = self.directory.rglob(f"*{RECORD}")
-        has_moved = any(not path.with_name(path.name.removesuffix(RECORD)).exists() for path in records)
-        if not (goes_on and has_moved):
+        records = (path.relative_to(self.directory) for path in self.directory.rglob(f"*{RECORD}"))
+        files = [os.fspath(path).removesuffix(RECORD) for path in records]
+        moved = [file for file in files if not (self.directory / file).exists()]
+        if not (goes_on and moved and all(map(self.finished, moved))):
             check()
         if not (restart and goes_on):
             self._empty()

@@ -265,8 +265,8 @@ class CheckpointWriter(Closing):
         Args:
             tensors: dense tensors by name, in host memory or on GPUs, with any strides; or functions that return them,
                 for programs that cannot hold all tensors at once. A function is called several times, by any thread,
-                and must return the same values each time. At most `jobs` of the tensors that functions have returned
-                are kept, and a few more while their blocks are written.
+                and must return a tensor of its own, with the same values each time. At most `jobs` of the tensors that
+                functions have returned are kept, and a few more while their blocks are written.
             jobs: the largest number of threads that compress tensors in host memory. None: one for each core.
 
         Returns:
@@ -278,7 +278,8 @@ class CheckpointWriter(Closing):
             ValueError: the file is not open, already has a tensor of such a name, or cannot have such a name; or
                 safetensors does not have the dtype of a tensor; or jobs is not 1 to 1024; or an earlier call has
                 failed.
-            RuntimeError: a tensor on a GPU has changed while it was compressed.
+            RuntimeError: a tensor on a GPU has changed while it was compressed, or a function has returned a tensor of
+                another shape, dtype or device than before.
             OSError: the file cannot be written.
         """
         file = self._opened()
@@ -289,7 +290,8 @@ class CheckpointWriter(Closing):
         are_on_cpu, load = _sources_of(tensors, jobs, file.path)
         on_host = [source for source, is_on_cpu in are_on_cpu.items() if is_on_cpu]
         books = Codebooks(checked_options(Options(device="cpu")), on_host)
-        books.prepare(on_host, jobs)
+        with file.unit():  # because functions may fail
+            books.prepare(on_host, jobs)
         compressor = WeightCompressor({"memory": "host"})
 
         def coded() -> Generator[Block, None, None]:
@@ -337,6 +339,8 @@ def _sources_of(
     if torch.cuda.is_initialized():
         on_stream = functools.partial(torch.cuda.stream, torch.cuda.current_stream())
 
+    first: dict[str, tuple[object, ...]] = {}  # the dtype, the shape and the device of each tensor
+
     @functools.lru_cache(num_held)
     def held(name: str) -> torch.Tensor:
         given = tensors[name]
@@ -345,6 +349,9 @@ def _sources_of(
         check_tensor(tensor, repr(name), KEPT_DTYPES)
         if type(tensor) not in _CLASSES:
             raise TypeError(f"{name!r} is a {type(tensor).__name__}; wanted a torch.Tensor or torch.nn.Parameter")
+        found = tensor.dtype, tensor.shape, tensor.device
+        if first.setdefault(name, found) != found:
+            raise RuntimeError(f"the function of {name!r} has returned {first[name]}, and now {found}: wanted the same")
         return tensor.detach()
 
     def load(name: str) -> torch.Tensor:

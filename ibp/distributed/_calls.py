@@ -539,7 +539,12 @@ class NotedWork(Work):
     def wait(self, timeout: object = None) -> bool:
         # Some kinds of work cannot be waited for twice. An interrupted call leaves the others to the next call.
         while self._works:
-            finished(self._works.pop(0), False)
+            work = self._works.pop(0)
+            try:
+                finished(work, False)
+            except Exception:
+                self._works.insert(0, work)  # The next call raises the error again.
+                raise
         if self._read is not None:
             self._read()
             self._read = None

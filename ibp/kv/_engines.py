@@ -447,7 +447,8 @@ class BlockStore(OfThisProcess):
 
     def _remove(self, entry: _Job) -> None:
         """Removes the pages of a store that was interrupted, because some of their tensors may have new blocks, and
-        others old ones."""
+        others old ones. First waits for all jobs, so that earlier stores of these pages do not count them as lost."""
+        self.wait()
         pages = {page for pages, _ in entry.moves.values() for page in pages if 0 <= page < self._num_pages}
         for store in self.pools:
             store.free(list(pages))

@@ -64,7 +64,8 @@ class KVRows(OfThisProcess):
     All work is queued on the current stream, and the GPU does not wait for the host. If token numbers are on the GPU, a
     CUDA graph can capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into
     the store: give each sequence of a batch a range of numbers, and reuse the numbers of tokens that you no longer
-    need. Loading a row that was never stored returns a default row of the codebook, usually zeros.
+    need. Loading a row that was never stored returns a default row of the codebook, usually zeros. Only one thread at a
+    time may call the methods of the store.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]

@@ -281,9 +281,10 @@ class TokenHistory(OfThisProcess):
         blocks have been removed, or no block."""
         stored, left = [], num_blocks
         for held in self._stored:
-            if left > 0:
-                stored.append(replace(held, num_blocks=min(left, held.num_blocks)))
-                left -= held.num_blocks
+            if left <= 0:
+                break
+            stored.append(held if held.num_blocks <= left else replace(held, num_blocks=left))
+            left -= held.num_blocks
         self._decoder.fence()
         self._become(stored, None if self.order is None or not stored else self.order[:num_blocks], self.batch_size)
         for states in (self.keys, self.values):

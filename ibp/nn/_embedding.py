@@ -9,7 +9,7 @@ call, it looks up every row that it needs once, autograd computes a gradient of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from .._rows.geometry import sampled
 from .._tables.changes import check_rows, put_items, reserve
 from .._tables.compressed_tensor import CompressedTensor, compress_rows, embedding_of
 from ..cache import RowCache
-from ._tables import TableModule, check_forward
+from ._tables import CodedModule, TableModule, check_forward
 
 _BLOCK_BYTES = 64 << 20  # Size in bytes of a block of uncompressed rows.
 _SAMPLED_ELEMENTS = 1 << 19  # Number of elements from which a codebook is learned, the same as in ibp.compress.
@@ -413,9 +413,14 @@ class RowsModule(TableModule):
         self.current_table().refit(**options)
         self.cache.refill(cached)
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> CodedModule:
+        self.flush()  # because the conversion copies the table
+        return super()._apply(fn, recurse)
+
     def _take(self, name: str, table: CompressedTensor) -> None:
         """Replaces the table. If there is a cache, replaces it by a cache of the new table with the same row numbers.
         Drops the gradients."""
+        self.flush()
         cache, made = self.cache, None
         if cache is not None:
             made = RowCache(
@@ -426,7 +431,6 @@ class RowsModule(TableModule):
                 policy=cache.policy,
                 writable=cache.writable,
             )
-        self.flush()
         self.cache = None  # so that no interrupt leaves a table with a cache of another one
         super()._take(name, table)
         self.cache = made

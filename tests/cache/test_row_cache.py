@@ -1092,6 +1092,18 @@ def test_rows_ahead_of_use_on_a_gpu(cuda):
 # ---- interruptions ----
 
 
+def test_a_cache_that_could_not_forget_changed_rows_refuses_reads(monkeypatch):
+    """Rows that do not fit their slots any more are changed in the table, and then leave the cache."""
+    x, ids = torch.zeros(120, COLUMNS), torch.arange(0, 120, 3)
+    x[:, 0] = torch.arange(120)
+    cache = ibp.RowCache(table_of(x), 80_000, list(range(120)), devices="cpu", writable=True)
+    monkeypatch.setattr(type(cache._state), "forget", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.update_(ids, torch.randn(len(ids), COLUMNS))
+    with pytest.raises(RuntimeError, match="changed"):
+        cache.index_select(ids)
+
+
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("call", ["update_", "update_ writable", "flush", "update_ of the table"])
 def test_interrupted_changes_leave_no_old_row(call, is_before):

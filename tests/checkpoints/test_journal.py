@@ -78,6 +78,20 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
                for name, value in found.items()) and len(found) == 6  # fmt: skip
 
 
+def test_a_moved_file_that_was_replaced_is_kept(tmp_path, monkeypatch):
+    """A call that ends after it has moved its file, and before it removes its journal, is repeated."""
+    source, output = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    ibp.save(source, {"w": torch.randn(30, 256).bfloat16()})
+    with monkeypatch.context() as patch:
+        patch.setattr(_converting.Journal, "close", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ibp.checkpoints.compress(source, output, device="cpu")
+    output.write_bytes(b"of somebody else")
+    with pytest.raises(FileExistsError):
+        ibp.checkpoints.compress(source, output, device="cpu")
+    assert output.read_bytes() == b"of somebody else"
+
+
 def test_an_interrupt_leaves_no_lock(tmp_path):
     """Nor does an interrupt while the lock is released."""
     raised = 1

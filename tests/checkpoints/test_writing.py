@@ -1,6 +1,7 @@
 """ibp.checkpoints.open, CheckpointWriter and is_coded: what loaders of frameworks read and write files with."""
 
 import errno
+import itertools
 import os
 import threading
 
@@ -378,6 +379,21 @@ def test_functions_that_return_tensors(tmp_path, jobs):
             file.compress({"b": lambda: 1 / 0})
     assert_holds(tmp_path / "x.safetensors", tensors)
     assert sizes == write_compressed(tmp_path / "y.safetensors", tensors)
+
+
+@pytest.mark.parametrize("changed", [torch.zeros(200, 64, dtype=torch.bfloat16), torch.zeros(100, 64)])
+def test_functions_that_return_another_tensor_later(tmp_path, changed):
+    calls = itertools.count()
+    first, path = torch.randn(100, 64).bfloat16(), tmp_path / "x.safetensors"
+
+    def given():
+        return first if next(calls) == 0 else changed
+
+    others = {f"other.{number}": torch.randn(100 + number, 64) for number in range(3)}
+    with pytest.raises(RuntimeError, match="the function of 'w' has returned .* and now .*: wanted the same"):
+        with CheckpointWriter(path, {"w": first.shape, **{name: x.shape for name, x in others.items()}}) as file:
+            file.compress({"w": given, **{name: lambda x=x: x.clone() for name, x in others.items()}}, jobs=1)
+    assert not path.exists()
 
 
 def write_as_on_a_gpu(path, tensors):

@@ -137,6 +137,29 @@ def test_interrupted_stores_mix_no_page():
     assert moment > 5
 
 
+def test_an_interrupted_store_after_one_that_nobody_waited_for():
+    """The page has the bits of one of the stores, or is not stored, whatever is in the blocks later."""
+    old, new = ([blocks_of(2, seed + size, block_bytes=size) for size in (BLOCK_BYTES, BLOCK_BYTES // 2)]
+                for seed in (0, 1))  # fmt: skip
+    for moment in itertools.count(0, 3):
+        layers = [torch.stack((first[0], second[0])) for first, second in zip(old, new)]
+        store = store_of(layers, num_pages=2, pool_bytes=4 * BLOCK_BYTES)
+        store.store(1, {0: ([1], [0])})
+        _, interrupts = interrupt_at(moment, None, lambda: store.store(2, {0: ([1], [1])}))
+        for layer in layers:
+            layer.zero_()
+        store.finished()
+        store.load(3, {0: ([1], [0])})
+        if finish(store, 3):
+            found = [layer[0].tolist() for layer in layers]
+            assert found in [[blocks[0].tolist() for blocks in each] for each in (old, new)]
+        else:
+            assert interrupts
+        if not interrupts:
+            break
+    assert moment > 5
+
+
 @pytest.mark.parametrize("stores", [True, False])
 def test_interrupted_waits_report_each_job_once(stores):
     """And a load of a page that is not stored has failed, whichever call finds it."""

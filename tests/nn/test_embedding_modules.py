@@ -453,6 +453,24 @@ def test_collections_in_graphs(cuda):
     assert not torch.equal(pooled, expected)
 
 
+@pytest.mark.parametrize("call", ["conversion", "own table"])
+def test_changed_rows_stay_when_the_table_is_replaced(call):
+    """Rows that have changed only in the cache go to the table before it is copied, or becomes another's."""
+    torch.manual_seed(0)
+    rows, new, ids = torch.randn(64, 64).bfloat16(), torch.randn(8, 64).bfloat16(), torch.arange(8)
+    module = ibp.nn.Embedding(ibp.compress(rows, device="cpu"), trainable=True)
+    module.cache = ibp.RowCache(module.weight, 20_000, list(range(64)), devices="cpu", writable=True)
+    state = ibp.nn.coded_state_dict(module)
+    module.write_rows(ids, new)
+    rows[:8] = new
+    if call == "conversion":
+        module._apply(lambda part: part.clone())
+    else:
+        module.load_state_dict(state, assign=True)
+    assert_same_bits(module(torch.arange(64)).detach(), rows)
+    assert_same_bits(module.current_table().decompress(), rows)
+
+
 @pytest.mark.parametrize("call", ["write_rows", "load_state_dict"])
 def test_interrupted_changes_leave_no_old_row(call):
     """An optimizer gets the present rows of a gradient, and the cache has the rows of the table."""
