@@ -60,7 +60,7 @@ from .plan import OffloadPlan
 from .weights import Group, Weight, refuse_copy, refuse_pickle
 
 # A call of a module that has begun but not ended: the module, the groups that it uses, and the context of autograd's
-# saved-tensor hooks (None: there are no hooks).
+# saved-tensor hooks, or None if the call needs no such hooks.
 Call = tuple[nn.Module, Sequence[Group], Any]
 # Functions that remove something from a model. Each function of this file that returns them has installed it.
 Undo = list[Callable[[], object]]
@@ -513,7 +513,7 @@ class ExpertsForward:
         self.module, self._group, self._events = module, group, events
         self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
         weights, device = plan.held[module], group.weights[0].device
-        # For each stacked weight, by its name in the module, the cache of its rows.
+        # A cache of rows for each stacked weight. The keys are the names of the weights in the module.
         self.caches = {name: cache_of(weight, plan.cache_bytes[weight]) for name, weight in weights.items()}
         # Empty tensors with the dtypes, the strides and the shapes of the experts.
         self._likes = [

@@ -62,8 +62,8 @@ def append(table: Table, rows: torch.Tensor) -> None:
     first_row, rest = divmod(old.num_bytes, old.row_bytes)
     if rest:
         data = torch.cat((decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
-    # The short last row is encoded again together with the new bytes. If that fails, its memory gets its old bytes. The
-    # overflow is enlarged before that, because the row's part in it moves then.
+    # The short last row is encoded again together with the new bytes. If that fails, the memory of the row gets its old
+    # bytes back. The overflow is enlarged before these bytes are copied, because a larger overflow is other memory.
     room = make_overflow(table, data)
     kept = [(part, part.clone()) for part in _memory_of_row(table, room, first_row, worker)] if rest else []
     try:

@@ -80,8 +80,8 @@ def agree(members: RankGroup, cache: RowCache, set_up: Callable[[], None], has_h
 
 
 def filled_by_all(members: RankGroup, state: CacheState, hotness: Hotness, budget_bytes: int) -> Generation:
-    """Fills the slabs of all ranks and returns them as a new generation. A collective call. If it fails on one rank, it
-    raises on all ranks."""
+    """Fills the slabs of all ranks and returns them as a new generation. A collective call. If one rank fails, the
+    call raises an error on all ranks."""
     device, own = state.devices[0], members.rank
     plans: list[tuple[torch.Tensor, torch.Tensor]] = []
     slabs: dict[int, Slab] = {}
@@ -119,8 +119,8 @@ def filled_by_all(members: RankGroup, state: CacheState, hotness: Hotness, budge
 
 
 def give_back(members: RankGroup) -> None:
-    """Waits until all ranks have closed the memory that was lent to them, and then lets torch free the memory that this
-    rank has lent. A collective call."""
+    """Waits until all ranks have closed the memory of other ranks. Then lets torch free the memory that this rank has
+    lent. A collective call."""
     members.together(_REFILL, lambda: None)
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()

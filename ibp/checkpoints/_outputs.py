@@ -202,11 +202,13 @@ class Journal:
         self._target, self.home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool, check: Callable[[], object] = lambda: None) -> None:
-        """Makes the directory, if it does not exist, and locks it, so that no other call can use it until `release` is
-        called. If an interrupted call with the same plan has left the directory, and if `restart` is set, the finished
-        files in it are kept; otherwise it is emptied. check: called before that, unless the interrupted call has begun
-        to move finished files to their final paths, and these files have not changed since. The directory stays as it
-        is if `check` raises.
+        """Makes the directory, if it does not exist, and locks it. Other calls cannot use the directory until `release`
+        is called. If an interrupted call with the same plan has left the directory, and if `restart` is set, the
+        finished files in the directory are kept. Otherwise the directory is emptied.
+
+        check: a function that is called before that. If it raises an error, the directory stays as it is. It is not
+            called if the interrupted call has moved finished files to their final paths, and these files have not
+            changed since.
 
         Raises:
             OSError: another call is using the directory, or its path is not a directory.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,9 +213,9 @@ class CheckpointWriter(Closing):
     def takes(name: str, tensor: torch.Tensor) -> bool:
         """Returns whether a file can hold a tensor under a name.
 
-        The tensor must be dense, its class must be torch.Tensor or torch.nn.Parameter, and safetensors must have its
-        dtype. The name must be printable. It must not be reserved, and must not look like the name of a part of a
-        table, such as "weight:slots".
+        The tensor must be dense. Its class must be torch.Tensor or torch.nn.Parameter, and its dtype must be one that
+        safetensors has. The name must be printable. It must not be reserved, and must not look like the name of a part
+        of a table, such as "weight:slots".
 
         Example:
             >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
@@ -335,7 +335,8 @@ def _sources_of(
     do. The function holds the last num_held tensors that it has returned. Raises what `CheckpointWriter.compress`
     raises for a wrong tensor. path: the file to which the tensors are written."""
     # Functions run on the stream of the calling thread, whichever thread calls them.
-    lock, on_stream = ForkLock(), cast(Callable[[], Any], contextlib.nullcontext)
+    lock = ForkLock()
+    on_stream: Callable[[], Any] = contextlib.nullcontext
     if torch.cuda.is_initialized():
         on_stream = functools.partial(torch.cuda.stream, torch.cuda.current_stream())
 
@@ -363,7 +364,8 @@ def _sources_of(
 
     are_on_cpu: dict[SourceTensor, bool] = {}
     for name in tensors:
-        source = loaded_tensor(name, load(name), path)
+        tensor = load(name)
+        source = loaded_tensor(name, tensor, path)
         source.header_entry()  # raises ValueError if safetensors does not have the dtype
-        are_on_cpu[replace(source, read=functools.partial(read, name))] = load(name).is_cpu
+        are_on_cpu[replace(source, read=functools.partial(read, name))] = tensor.is_cpu
     return are_on_cpu, load

@@ -228,9 +228,9 @@ class TokenSpan:
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # the used entries of `_lengths` and `_bases`
-        # Descriptions of the items for operations, by the address and the size in bytes of the arena's bytes or of a
-        # copy of them. To describe a table takes as long as to call an operation, and most fetches find the bytes in
-        # one of the two buffers of a ring, or in the arena. A description holds addresses, and keeps no memory alive.
+        # The items as operations read them, described by `_described`. A key is the address and the size in bytes of
+        # the arena's bytes, or of a copy of these bytes in one of the two buffers of a ring. The descriptions are kept
+        # because making one takes as long as calling an operation. They hold addresses, and keep no memory alive.
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
         # The last call of `ids` with an order: (order, first, last, result).
         self._ids: tuple[torch.Tensor, int, int, torch.Tensor] | None = None

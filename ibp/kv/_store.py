@@ -606,7 +606,7 @@ def _compact(place: CodedRows, keeps: torch.Tensor) -> None:
     targets = [sectors[:total], place.bases, place.rooms, place.used]
     moved = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
     bases, rooms = torch.where(needed > 0, starts * sector, -1), needed.to(torch.int16).view(torch.uint16)
-    # The bytes of rows and the index change in one operation, so that an interrupt comes before it or after it.
+    # One operation changes the bytes of rows and the index. An interrupt comes either before this operation or after.
     copy_all(targets, [moved, bases, rooms, torch.full_like(place.used, total * sector)])
     if needed.is_cuda:
         torch.cuda.current_stream(needed.device).synchronize()

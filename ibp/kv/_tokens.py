@@ -453,8 +453,8 @@ class TokenDecoder:
             torch.cuda.current_stream(self.device).wait_event(self._decoded)
 
     def _brought(self, ring: Ring, history: TokenHistory) -> Turn:
-        """Returns the buffer that has the bytes of a history. If there is no such buffer, queues copies to another
-        buffer, and returns that one."""
+        """Returns a buffer of the ring that has the bytes of a history. If both buffers have other bytes, queues copies
+        of the history's bytes to the buffer that was used longer ago, and returns this buffer."""
         turn = ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = ring.next()

@@ -86,7 +86,7 @@ constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256, kPartLanes = 8, kLongestO
 
 // A group of THREADS threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows
 // are long. Stages of long rows are large, so the shared memory of an SM has room for only a few of them. Many threads
-// then encode one row. They wait little for each other, because encoding has few barriers.
+// then encode one row. These threads rarely wait for each other, because encoding has few barriers.
 template <uint32_t THREADS>
 using EncodeGroup = Group<(THREADS < kWarp ? THREADS : kWarp), (THREADS < kWarp ? 1 : THREADS / kWarp), kEncodes>;
 
