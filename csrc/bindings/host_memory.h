@@ -113,6 +113,19 @@ class MappedPages {
         pinned_in_ = getpid();
     }
 
+    // Reads num_bytes bytes of the buffer, beginning with byte `start`, into memory. Returns false if the file no longer
+    // has them, or if the system cannot read them; the system would end a process that used them. Linux before 5.14
+    // cannot tell, and the result is true.
+    bool load(size_t start, size_t num_bytes) const
+    {
+        const size_t first = skipped_bytes_ + start, end = first + num_bytes;
+        if (end > mapped_bytes_ || end < start) throw std::out_of_range("the map has no such bytes");
+        const size_t before = first % static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        const py::gil_scoped_release release;
+        const int status = madvise(static_cast<uint8_t *>(mapped_) + first - before, num_bytes + before, kPopulateRead);
+        return status == 0 || errno == EINVAL;
+    }
+
     py::buffer_info buffer() const
     {
         return bytes_at(static_cast<uint8_t *>(mapped_) + skipped_bytes_, mapped_bytes_ - skipped_bytes_);
@@ -136,6 +149,8 @@ class MappedPages {
     void *mapped_ = nullptr;
 
   private:
+    static constexpr int kPopulateRead = 22; // MADV_POPULATE_READ, which older headers lack
+
     const size_t skipped_bytes_, mapped_bytes_;
     ibp_status (*const pin_)(void *host, size_t num_bytes);
     pid_t pinned_in_ = 0;

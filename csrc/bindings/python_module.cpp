@@ -324,6 +324,8 @@ PYBIND11_MODULE(_core, m)
              py::arg("num_bytes"))
         .def_property_readonly("is_pinned", &ibp::FilePages::is_pinned)
         .def("pin", &ibp::FilePages::pin, "Pins the memory for this process, unless it is already.")
+        .def("load", &ibp::FilePages::load, py::arg("start"), py::arg("num_bytes"),
+             "Reads bytes into memory. Returns whether the system could read them.")
         .def_buffer([](ibp::FilePages &self) { return self.buffer(); });
 
     m.def(

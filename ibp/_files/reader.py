@@ -7,7 +7,6 @@ import itertools
 import math
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import CODECS, WholeTensor
 from .format import (
     ALIGNMENT,
-    BLOCK_BYTES,
     CHECKS,
     CODEBOOK_KEY,
     CODEC_PARTS,
@@ -52,10 +50,10 @@ from .paths import open_regular
 _ROWS = ("slots", "overflow")  # The parts of a table that hold its rows.
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
 _SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
-_PIECE_BYTES = 8 << 20  # Number of bytes that a thread reads at once.
+_PIECE_BYTES = (
+    2 << 20
+)  # Number of bytes that a thread reads or hashes at once. With more, a matrix keeps few threads busy.
 THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
-
-_buffers = threading.local()
 
 
 def read_header(path: Path) -> Header:
@@ -89,6 +87,11 @@ class OpenFile:
         self._file = open_regular(path)
         self._close = weakref.finalize(self, os.close, self._file)
         self._num_bytes = os.fstat(self._file).st_size
+        # Two maps of the whole file, each made when it is first needed: a private (copy-on-write) one for tensors that
+        # may be written to, and a read-only one. Writing to a tensor never changes the file. All tensors use the same
+        # maps, because the system limits the number of maps of a process. The tensors keep their map alive.
+        self._private_map: mmap.mmap | None = None
+        self._shared_map: _core.FilePages | None = None
         with os.fdopen(os.dup(self._file), "rb") as file:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
@@ -102,11 +105,6 @@ class OpenFile:
         for name in self.header.tensors:
             if name.startswith(CODEBOOK_KEY):
                 self._codebook_parts.setdefault(name.rpartition(":")[0], []).append(name)
-        # Two maps of the whole file, each made when it is first needed: a private (copy-on-write) one for tensors that
-        # may be written to, and a read-only one. Writing to a tensor never changes the file. All tensors use the same
-        # maps, because the system limits the number of maps of a process. The tensors keep their map alive.
-        self._private_map: mmap.mmap | None = None
-        self._shared_map: _core.FilePages | None = None
 
     def fields(self, name: str) -> TableFields:
         """Returns the checked fields of a table. Raises FileFormatError if they are wrong or unknown."""
@@ -153,15 +151,17 @@ class OpenFile:
             data, start = data[count:], start + count
 
     def hash_of(self, start: int, num_bytes: int) -> int:
-        """Returns the hash of a range of the file's bytes, which are read block by block."""
-        if not hasattr(_buffers, "block"):  # One buffer for each thread: new memory would cost more than the hash.
-            _buffers.block = memoryview(bytearray(BLOCK_BYTES))
-        hasher, data = xxhash.xxh3_64(), _buffers.block
-        for first in range(start, start + num_bytes, BLOCK_BYTES):
-            piece = data[: min(BLOCK_BYTES, start + num_bytes - first)]
-            self.read_into(first, piece)
-            hasher.update(piece)
-        return hasher.intdigest()
+        """Returns the hash of a range of the file's bytes, which are hashed where the system has cached them.
+
+        Raises:
+            FileFormatError: the file has been truncated since it was opened, or cannot be read.
+        """
+        pages = self._read_only()
+        if not pages.load(start, num_bytes):
+            raise FileFormatError(
+                f"{self.path} was cut while it was read, or cannot be read at byte {start} and after it"
+            )
+        return xxhash.xxh3_64_intdigest(memoryview(pages)[start : start + num_bytes])
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns bytes of the file as a mapped tensor, uint8 [num_bytes]. Callers may write to the tensor: the system
@@ -183,10 +183,14 @@ class OpenFile:
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns bytes of the file as a mapped tensor, uint8 [num_bytes], which must not be written to. Its memory
         belongs to the page cache. Raises FileFormatError as `mapped` does."""
-        pages = self._shared_map
+        return _part_of(self._read_only(), start, num_bytes)
+
+    def _read_only(self) -> _core.FilePages:
+        """Returns the read-only map of the whole file. Raises FileFormatError as `mapped` does."""
+        pages = self._shared_map  # A copy of the reference, because another thread may call `close`.
         if pages is None:
             pages = self._shared_map = self.pages(0, self._whole_size())
-        return _part_of(pages, start, num_bytes)
+        return pages
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
         """Returns a new read-only map of bytes of the file. It is separate from all other maps, so that it can be

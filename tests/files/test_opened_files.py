@@ -223,6 +223,16 @@ def test_a_file_that_was_cut_after_it_was_opened(path):
             file[name]
 
 
+def test_a_file_that_was_cut_after_it_was_mapped(path):
+    """Verifying asks the system whether it can read the bytes: a process that reads what is gone is ended."""
+    file = ibp.open(path)
+    tensor = file["t"]
+    os.truncate(path, 200)
+    with pytest.raises(ibp.FileFormatError, match="x.safetensors (was cut while it was read|has been cut)"):
+        file.verify()
+    assert tensor.shape
+
+
 # ---- checksums ----
 
 
