@@ -5,8 +5,8 @@
 // group of a warp.
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
-// 2. It gets turns. With EvenTurns it has an equal share of all turns from the start. With ClaimedTurns it claims
-//    further turns whenever it has finished its own. Its lanes look up the rows of several turns at once.
+// 2. It gets turns: an equal share of all turns from the start or, if rows take unequal time, further turns whenever it
+//    has finished its own. Its lanes look up the rows of several turns at once.
 // 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
 //    decodes the stored row while these loads are under way (finish). See fetch.cuh.
 //
@@ -33,84 +33,72 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
     return {part, blockIdx.x - first, parts.ends[part] - first};
 }
 
-// Divides turns equally in advance. A turn is G::kPerWarp consecutive jobs, one for each group of a warp. Turns go to
-// warps (or to groups of several warps) in rounds. In each round every warp or group takes one turn, and consecutive
-// turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a warp look up the
-// jobs of its next turns, one job for each lane.
-template <class G> struct EvenTurns {
-    // round: number of jobs in a round. first: the first job of this turn. i: the lane that has looked up job `first`.
-    uint32_t round, first, i = 0;
-
-    static __device__ __forceinline__ void begin() {}
-    __device__ __forceinline__ EvenTurns(uint32_t, const Share &share)
-    {
-        // The shuffle makes the value uniform in the warp, which tells the compiler that its lanes go through the loop
-        // together.
-        const uint32_t team = __shfl_sync(kAllLanes, threadIdx.x / (G::kThreads * G::kPerWarp), 0);
-        round = blockDim.x / (G::kThreads * G::kPerWarp) * share.num_blocks * G::kPerWarp;
-        first = (share.block + share.num_blocks * team) * G::kPerWarp;
-    }
-    // Returns the job that this lane looks up.
-    __device__ __forceinline__ uint32_t of_lane() const
-    {
-        return first + lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
-    }
-    // Advances to the next turn. Returns true if its jobs must be looked up first, because all jobs that were looked up
-    // are done.
-    __device__ __forceinline__ bool step()
-    {
-        first += round, i += G::kPerWarp;
-        if (i < kWarp) return false;
-        i = 0;
-        return true;
-    }
-};
-
-// Gives out turns on demand, for rows that take unequal time because some of their bytes come from host memory. Each
-// block has an equal share of all turns. Whenever a warp has no turns left, it claims consecutive turns of its block.
-// It claims about half of what would be its equal share of the turns that are left, so that all warps end at about the
-// same time. The launch must have only one request.
-template <class G> struct ClaimedTurns {
+// Gives turns to a warp, or to a group of several warps. A turn is G::kPerWarp consecutive jobs, one for each group of a
+// warp. Consecutive turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a
+// warp look up the jobs of its next turns, one job for each lane.
+//
+// Turns are divided equally in advance: they go to warps in rounds, and in each round every warp takes one turn. If the
+// request is uneven, its rows take unequal time. Then each block has an equal share of all turns, and a warp that has no
+// turns left claims consecutive turns of its block. It claims about half of what would be its equal share of the turns
+// that are left, so that all warps end at about the same time. A launch of an uneven request has no other request.
+template <class G> struct Turns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
-    uint32_t num_turns, num_claimed, first, i; // num_turns: number of the block's turns
+    static constexpr bool kMayClaim = G::kWarps == 1;
+    // step: number of jobs from a turn of this warp to its next one. first: the first job of this turn. i: the lane that
+    // has looked up job `first`. end: the lanes before this one have looked up jobs, unless these are past the last job.
+    uint32_t step, first, i = 0, end = kWarp;
 
+    static __device__ __forceinline__ bool claims(const Request &request) { return kMayClaim && request.uneven; }
+    // The number of the block's turns that warps have claimed.
     static __device__ __forceinline__ uint32_t *taken()
     {
         __shared__ uint32_t turns;
         return &turns;
     }
-    // Sets the number of claimed turns to 0. A barrier of the block must follow.
-    static __device__ __forceinline__ void begin()
+    // Must be called before the constructor, with a barrier of the block between the calls.
+    static __device__ __forceinline__ void begin(const Request &request)
     {
-        if (threadIdx.x == 0u) *taken() = 0;
+        if (claims(request) && threadIdx.x == 0u) *taken() = 0;
     }
-    __device__ __forceinline__ ClaimedTurns(uint32_t num_jobs, const Share &)
+    __device__ __forceinline__ Turns(const Request &request, const Share &share)
     {
-        const uint32_t turns = (num_jobs + G::kPerWarp - 1u) / G::kPerWarp;
-        num_turns = turns > blockIdx.x ? (turns - blockIdx.x + gridDim.x - 1u) / gridDim.x : 0u;
-        claim();
+        if (claims(request)) {
+            step = gridDim.x * G::kPerWarp;
+            claim(request);
+            return;
+        }
+        // The shuffle makes the value uniform in the warp, which tells the compiler that its lanes go through the loop
+        // together.
+        const uint32_t team = __shfl_sync(kAllLanes, threadIdx.x / (G::kThreads * G::kPerWarp), 0);
+        step = blockDim.x / (G::kThreads * G::kPerWarp) * share.num_blocks * G::kPerWarp;
+        first = (share.block + share.num_blocks * team) * G::kPerWarp;
     }
-    __device__ __forceinline__ void claim()
+    __device__ __forceinline__ void claim(const Request &request)
     {
-        uint32_t turn = 0;
+        const uint32_t turns = (request.num_jobs + G::kPerWarp - 1u) / G::kPerWarp,
+                       of_block = turns > blockIdx.x ? (turns - blockIdx.x + gridDim.x - 1u) / gridDim.x : 0u;
+        uint32_t turn = 0, num_claimed = 0;
         if (lane_id() == 0u) {
-            const uint32_t left = num_turns - ibp_min_u32(num_turns, atomicAdd(taken(), 0u));
+            const uint32_t left = of_block - ibp_min_u32(of_block, atomicAdd(taken(), 0u));
             num_claimed = ibp_min_u32(max(left / (2u * (blockDim.x / kWarp)), kLeast), kMost);
             turn = atomicAdd(taken(), num_claimed);
         }
-        num_claimed = __shfl_sync(kAllLanes, num_claimed, 0), turn = __shfl_sync(kAllLanes, turn, 0);
-        first = (blockIdx.x + gridDim.x * ibp_min_u32(turn, num_turns)) * G::kPerWarp, i = 0;
+        end = __shfl_sync(kAllLanes, num_claimed, 0) * G::kPerWarp, turn = __shfl_sync(kAllLanes, turn, 0);
+        first = (blockIdx.x + gridDim.x * ibp_min_u32(turn, of_block)) * G::kPerWarp;
     }
+    // Returns the job that this lane looks up.
     __device__ __forceinline__ uint32_t of_lane() const
     {
-        const uint32_t turn = lane_id() / G::kPerWarp;
-        return turn < num_claimed ? first + turn * gridDim.x * G::kPerWarp + lane_id() % G::kPerWarp : ~0u;
+        return lane_id() < end ? first + lane_id() / G::kPerWarp * step + lane_id() % G::kPerWarp : ~0u;
     }
-    __device__ __forceinline__ bool step()
+    // Advances to the next turn. Returns true if its jobs must be looked up first, because all jobs that were looked up
+    // are done.
+    __device__ __forceinline__ bool next(const Request &request)
     {
-        first += gridDim.x * G::kPerWarp, i += G::kPerWarp;
-        if (i < num_claimed * G::kPerWarp) return false;
-        claim();
+        first += step, i += G::kPerWarp;
+        if (i < end) return false;
+        i = 0;
+        if (claims(request)) claim(request);
         return true;
     }
 };
@@ -121,7 +109,7 @@ template <class G> struct ClaimedTurns {
 // the rate at which instructions are issued limits it; on many SMs, either device memory or that rate does. Address
 // translation would limit it if rows that are fetched at the same time lay far apart. Therefore different warps do
 // consecutive jobs at the same time.
-template <class Decoder, template <class> class Turns>
+template <class Decoder>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
                                          uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
 {
@@ -132,10 +120,10 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
                    mine = first_stage + G::uniform_in_block() * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
-    Turns<G>::begin();
+    Turns<G>::begin(request);
     __syncthreads();
 
-    Turns<G> turns(request.num_jobs, share);
+    Turns<G> turns(request, share);
     if (turns.first >= request.num_jobs) return;
     uint4 vectors[F::kVectors] = {};
     Entry entry = look_up(table, request, turns.of_lane());
@@ -145,18 +133,18 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
         const Row row = fetch.row_of(entry, turns.i + F::in_warp());
         const uint32_t number = turns.first + F::in_warp();
         fetch.receive(row, entry, turns.i, vectors);
-        if (turns.step()) entry = look_up(table, request, turns.of_lane());
+        if (turns.next(request)) entry = look_up(table, request, turns.of_lane());
         fetch.prefetch(entry, turns.i, vectors);
         fetch.finish(decoder, number, row, fault);
     }
 }
 
-template <class Decoder, template <class> class Turns>
+template <class Decoder>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
                  const uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
 {
-    do_share<Decoder, Turns>(table, request, {0, blockIdx.x, gridDim.x}, group_bytes, out, fault);
+    do_share<Decoder>(table, request, {0, blockIdx.x, gridDim.x}, group_bytes, out, fault);
 }
 
 template <class Decoder>
@@ -165,7 +153,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
 {
     const Share share = share_of_block(parts);
     const Part &part = parts.parts[share.part];
-    do_share<Decoder, EvenTurns>(part.table, part.request, share, group_bytes, part.out, part.fault);
+    do_share<Decoder>(part.table, part.request, share, group_bytes, part.out, part.fault);
 }
 
 // Plans one launch of one or several requests. group_bytes: receives the size in bytes of a group's shared memory.
@@ -187,18 +175,6 @@ ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_g
                        gathers[0]->max_sms, launch);
 }
 
-template <class Decoder, template <class> class Turns> ibp_status launch_turns(const Gather &gather)
-{
-    const auto kernel = gather_items<Decoder, Turns>;
-    const Gather *const one = &gather;
-    uint32_t group_bytes;
-    Launch launch;
-    const ibp_status status = plan<Decoder>(reinterpret_cast<const void *>(kernel), &one, 1, &launch, &group_bytes);
-    if (status != IBP_OK) return status;
-    return launch_kernel(kernel, launch, gather.stream, gather.table, gather.request, group_bytes, gather.out,
-                         gather.fault);
-}
-
 template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, uint32_t num_gathers)
 {
     const auto kernel = gather_parts<Decoder>;
@@ -215,17 +191,23 @@ template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, u
 }
 
 // Launches a gather, or defers it (see Gather). If groups have several warps, rows are long, so a request has enough
-// work for a launch of its own, and is launched alone.
+// work for a launch of its own, and is launched alone. An uneven request is launched alone, too (see Turns).
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
     if constexpr (Decoder::Group::kWarps == 1) {
-        if (gather.request.uneven) return launch_turns<Decoder, ClaimedTurns>(gather);
-        if (gather.together != nullptr) {
+        if (!gather.request.uneven && gather.together != nullptr) {
             *gather.together = launch_parts<Decoder>;
             return IBP_OK;
         }
     }
-    return launch_turns<Decoder, EvenTurns>(gather);
+    const auto kernel = gather_items<Decoder>;
+    const Gather *const one = &gather;
+    uint32_t group_bytes;
+    Launch launch;
+    const ibp_status status = plan<Decoder>(reinterpret_cast<const void *>(kernel), &one, 1, &launch, &group_bytes);
+    if (status != IBP_OK) return status;
+    return launch_kernel(kernel, launch, gather.stream, gather.table, gather.request, group_bytes, gather.out,
+                         gather.fault);
 }
 
 // Launches with the group that suits the length of rows: a part of a warp, or a whole warp.
