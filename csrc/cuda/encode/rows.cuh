@@ -66,7 +66,6 @@ struct RowsJob {
     const int64_t *row_ids;
     int64_t first_row;
     ibp_fault *fault;
-    bool is_measured; // rows have been measured, and the table's index says how long they are and where they go
 };
 
 constexpr uint32_t kAnyLength = ~0u; // more than any entry in `lengths`
@@ -189,8 +188,9 @@ template <class G> __device__ __forceinline__ int64_t row_of(const RowsJob &job,
     return static_cast<int64_t>(G::broadcast(static_cast<uint64_t>(IBP_LOAD_ONCE(job.row_ids[i]))));
 }
 
-// Encodes the rows of a source.
-template <class Encoder>
+// Encodes the rows of a source. IS_MEASURED: rows have been measured, and the table's index says how long they are and
+// where they go.
+template <class Encoder, bool IS_MEASURED>
 __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_rows(const __grid_constant__ RowsJob job)
 {
     using G = typename Encoder::Group;
@@ -218,20 +218,18 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         }
         const int64_t r = row_of<G>(job, i);
         if (r >= 0 && r < num_rows) {
-            uint32_t expected = kAnyLength;
+            RowTarget target{};
+            if (IS_MEASURED) target = target_of<G>(table, r);
             // If rows have been measured, the row's complete slot and overflow part are copied from the stage,
             // including the zeros after the row. Only these bytes of the stage need be cleared.
-            if (job.is_measured) {
-                const RowTarget target = target_of<G>(table, r);
-                expected = target.length, dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
-            }
-            if (!Encoder::kFillsStage || job.is_measured) {
+            if (!Encoder::kFillsStage || IS_MEASURED) {
+                if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);
                 G::sync();
             }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
             row.valid = ibp_min_u32(row.valid, valid);
-            const uint32_t length = code_row(cb, encoder, row, valid, expected, stage);
+            const uint32_t length = code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
             G::sync();
             const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, valid), sectors = ibp_sector_bytes(stored);
             const uint32_t written = sectors > least_bytes ? sectors : least_bytes;
@@ -240,8 +238,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             // If the row could not be coded, the attempt may have written anywhere in the stage, so all of it is
             // cleared.
             dirty = length != 0u && stored != 0u ? written : stage_bytes;
-            if (job.is_measured) // The target is found again, so that it takes no registers while the row is encoded.
-                store<G>(job, r, target_of<G>(table, r), length, stage);
+            if constexpr (IS_MEASURED)
+                store<G>(job, r, target, length, stage);
             else
                 settle<G>(job, i, r, length, valid, stage, tally);
             G::sync(); // before the stage is overwritten
@@ -301,7 +299,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the encoder must keep the contract of encoder.cuh");
     const ibp_codebook &cb = codebook_of(encode);
-    const auto kernel = encode_rows<Encoder>;
+    const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     using G = typename Encoder::Group;
     const uint32_t threads = G::kThreads, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
@@ -314,9 +312,8 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
             plan_resident(reinterpret_cast<const void *>(kernel), groups * threads, table_bytes + groups * group_bytes,
                           encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
-                      encode.row_ids, encode.first_row,
-                      encode.fault,   encode.is_measured};
+    const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
+                      encode.fault};
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
