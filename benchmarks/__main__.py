@@ -100,6 +100,7 @@ OTHERS = {
     "gnn": 180,
     "gnn_cache": 100,
     "gnn_pyg": 240,
+    "gnn_dgl": 240,
     "kv_request": 60,
     "kv_request --workers": 90,
     "kv_request --opt": 150,

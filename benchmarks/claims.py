@@ -725,20 +725,26 @@ TABLES = (
             "ms of a fetch": cell("fetch_ms", fine_number),
         },
     ),
-    Table(
-        "",
-        "gnn_pyg",
-        "Training to an accuracy with a loader of PyTorch Geometric: how many batches and seconds that took, "
-        "milliseconds of a batch, and the largest relative difference of a loss from the loader's alone",
-        {
-            "features": rows_name,
-            "arm": cell("arm"),
-            "accuracy": cell("accuracy", percent),
-            "batches": cell("batches"),
-            "seconds": cell("accuracy_s", fine_number),
-            "ms of a batch": cell("batch_ms", fine_number),
-            "losses": cell("loss_difference"),
-        },
+    *(
+        Table(
+            "",
+            csv,
+            f"Training to an accuracy with a loader of {loader}: how many batches and seconds that took, milliseconds "
+            f"of a batch, and the largest relative difference of a loss from {first}",
+            {
+                "features": rows_name,
+                "arm": cell("arm"),
+                "accuracy": cell("accuracy", percent),
+                "batches": cell("batches"),
+                "seconds": cell("accuracy_s", fine_number),
+                "ms of a batch": cell("batch_ms", fine_number),
+                "losses": cell("loss_difference"),
+            },
+        )
+        for csv, loader, first in (
+            ("gnn_pyg", "PyTorch Geometric", "the loader's alone"),
+            ("gnn_dgl", "DGL", "that of the first arm with the same batches"),
+        )
     ),
     Table(
         "A cache of rows",

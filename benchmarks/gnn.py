@@ -439,24 +439,35 @@ def dgl_if_there():
         return None
 
 
+def graph_of_dgl(graph):
+    """Returns a `Graph` as one of DGL on the CPU."""
+    edges = graph.starts.cpu(), graph.neighbors.cpu().long(), torch.empty(0, dtype=torch.int64)
+    return dgl_if_there().graph(("csc", edges), num_nodes=len(graph.starts) - 1)
+
+
+def hops_of_dgl(blocks):
+    """Returns blocks of DGL, whose nodes all have as many neighbours, as the hops that `Sage` takes."""
+    return [
+        (
+            torch.arange(block.num_dst_nodes(), device=block.device),
+            block.adj_tensors("csc")[1].view(block.num_dst_nodes(), -1),
+        )
+        for block in blocks
+    ]
+
+
 class DglTraining(Training):
     """Batches whose neighbours DGL draws on the CPU, as many per node as `Graph` and also with replacement."""
 
     def __init__(self, graph, columns, dtype, batch, device):
         super().__init__(graph, columns, dtype, batch, device)
-        dgl = dgl_if_there()
-        edges = graph.starts.cpu(), graph.neighbors.cpu().long(), torch.empty(0, dtype=torch.int64)
-        self.of_dgl = dgl.graph(("csc", edges), num_nodes=len(graph.starts) - 1)
-        self.sampler = dgl.dataloading.NeighborSampler([*reversed(FAN_OUTS)], replace=True)
+        self.of_dgl = graph_of_dgl(graph)
+        self.sampler = dgl_if_there().dataloading.NeighborSampler([*reversed(FAN_OUTS)], replace=True)
 
     def sample(self, i):
         seeds = self.seeds[i % len(self.seeds)]
         ids, _, blocks = self.sampler.sample_blocks(self.of_dgl, seeds.cpu())
-        hops = [
-            (torch.arange(block.num_dst_nodes()), block.adj_tensors("csc")[1].view(block.num_dst_nodes(), -1))
-            for block in blocks
-        ]
-        hops = [tuple(places.to(self.device) for places in hop) for hop in hops]
+        hops = [tuple(places.to(self.device) for places in hop) for hop in hops_of_dgl(blocks)]
         return Batch(seeds, ids.to(self.device), hops)
 
 

@@ -61,6 +61,7 @@ SOURCES = {
     "gather": _FETCHING,
     "gnn": (*_FETCHING, "ibp/integrations/pyg.py", "ibp/integrations/dgl.py"),
     "gnn_cache": _CACHING,
+    "gnn_dgl": (*_FETCHING, "ibp/integrations/dgl.py"),
     "gnn_pyg": (*_FETCHING, "ibp/integrations/pyg.py"),
     "gnn_parallel": (*_CACHING, "ibp/distributed"),
     "kv_decoding": _KV,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ibp
-from benchmarks import gnn, gnn_parallel, harness, inputs
+from benchmarks import gnn, gnn_accuracy, gnn_parallel, harness, inputs
 from helpers import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -305,22 +305,34 @@ def test_pygs_batches_hold_neighbours(gnn_pyg):
         assert torch.equal(torch.cat([inner.view(-1), outer.view(-1)]), found.row)
 
 
-def test_arms_of_pygs_loader_have_the_same_losses(gnn_pyg, tmp_path, monkeypatch):
-    """All arms learn the labels with losses of the same bits; wrong rows are found."""
-    monkeypatch.setattr(gnn_pyg, "QUICK_CASES", (gnn.Case("dense 16", 2_000, (64,), torch.float32, 16),))
-    monkeypatch.setattr(gnn_pyg, "QUICK_BATCHES", 25)
-    monkeypatch.setattr(gnn_pyg, "ACCURACY", 0.3)
+@pytest.fixture
+def trained_to_an_accuracy(tmp_path, monkeypatch):
+    """Runs a script on a set that is learnt in few batches. All arms learn the labels with losses of the same bits."""
+    monkeypatch.setattr(gnn_accuracy, "QUICK_CASES", (gnn.Case("dense 16", 2_000, (64,), torch.float32, 16),))
+    monkeypatch.setattr(gnn_accuracy, "QUICK_BATCHES", 25)
+    monkeypatch.setattr(gnn_accuracy, "ACCURACY", 0.3)
     monkeypatch.setattr(gnn, "FAN_OUTS", (3, 2))
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
-    assert gnn_pyg.main(argv) == 0
-    rows = lines_of(tmp_path / "gnn_pyg.csv")
-    assert [row["arm"] for row in rows] == [
-        *(gnn_pyg.LOADER, gnn_pyg.PREFETCH, gnn_pyg.MAPPED, gnn_pyg.RAW, gnn_pyg.IBP)
-    ]
-    assert {float(row["loss_difference"]) for row in rows} == {0} and len({row["accuracy"] for row in rows}) == 1
-    assert {row["batches"] for row in rows} <= {"5", "10", "15", "20", "25"}
-    assert all(float(row["accuracy"]) >= 0.3 and float(row["accuracy_s"]) > 0 for row in rows)
-    assert gnn_pyg.difference(torch.tensor([2.0, 1.0, 5.0]), torch.tensor([1.6, 1.0])) == pytest.approx(0.25)
+
+    def run(script, name, arms):
+        assert script.main(argv) == 0
+        rows = lines_of(tmp_path / f"{name}.csv")
+        assert [row["arm"] for row in rows] == [*arms]
+        assert {float(row["loss_difference"]) for row in rows} == {0} and len({row["accuracy"] for row in rows}) == 1
+        assert {row["batches"] for row in rows} <= {"5", "10", "15", "20", "25"}
+        assert all(float(row["accuracy"]) >= 0.3 and float(row["accuracy_s"]) > 0 for row in rows)
+        return argv
+
+    return run
+
+
+def test_differences_of_losses_are_relative():
+    assert gnn_accuracy.difference(torch.tensor([2.0, 1.0, 5.0]), torch.tensor([1.6, 1.0])) == pytest.approx(0.25)
+
+
+def test_arms_of_pygs_loader_have_the_same_losses(gnn_pyg, trained_to_an_accuracy, tmp_path, monkeypatch):
+    """Wrong rows are found as well."""
+    argv = trained_to_an_accuracy(gnn_pyg, "gnn_pyg", gnn_pyg.ARMS)
     fetch = gnn_pyg.pyg.FetchFeatures.forward
 
     def wrong(self, batch):
@@ -330,3 +342,33 @@ def test_arms_of_pygs_loader_have_the_same_losses(gnn_pyg, tmp_path, monkeypatch
 
     monkeypatch.setattr(gnn_pyg.pyg.FetchFeatures, "forward", wrong)
     assert gnn_pyg.main(argv) == 1 and len(lines_of(tmp_path / "gnn_pyg.csv")) == 3
+
+
+@pytest.mark.frameworks
+@pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")
+def test_arms_of_dgls_loader_have_the_same_losses(trained_to_an_accuracy, tmp_path, monkeypatch):
+    """Wrong rows are found as well."""
+    gnn_dgl = pytest.importorskip("benchmarks.gnn_dgl", reason="DGL is not installed", exc_type=ImportError)
+    argv = trained_to_an_accuracy(gnn_dgl, "gnn_dgl", (gnn_dgl.LOADER, gnn_dgl.RAW, gnn_dgl.IBP))
+    fetch = gnn_dgl.ibp_dgl.fetch
+    monkeypatch.setattr(gnn_dgl.ibp_dgl, "fetch", lambda *args: fetch(*args).roll(1, 0))
+    assert gnn_dgl.main(argv) == 1
+    (row,) = lines_of(tmp_path / "gnn_dgl.csv")
+    assert row["arm"] == gnn_dgl.LOADER and row["case"] == "dense 16, batch 64" + gnn_dgl.DRAWN_BY_CPU
+
+
+@pytest.mark.frameworks
+def test_dgls_batches_depend_on_their_seeds_alone(set_threads):
+    gnn_dgl = pytest.importorskip("benchmarks.gnn_dgl", reason="DGL is not installed", exc_type=ImportError)
+    set_threads(1)
+    graph = gnn.Graph(500, 5_000, CPU)
+    sampler, of_dgl = gnn_dgl.Neighbors(), gnn.graph_of_dgl(graph)
+    (ids, seeds, blocks), (again, *_), (others, *_) = (
+        sampler.sample_blocks(of_dgl, torch.arange(first, first + 20)) for first in (100, 100, 200)
+    )
+    assert torch.equal(ids, again) and not torch.equal(ids, others) and torch.equal(ids[:20], seeds)
+    (own, outer), (inner_own, inner) = gnn.hops_of_dgl(blocks)
+    assert inner.shape == (20, gnn.FAN_OUTS[0]) and outer.shape == (len(own), gnn.FAN_OUTS[1])
+    for nodes, neighbors in ((seeds, inner), (ids[own], outer)):
+        for node, drawn in zip(nodes.tolist(), ids[neighbors].tolist()):
+            assert set(drawn) <= set(graph.neighbors[graph.starts[node] : graph.starts[node + 1]].tolist())

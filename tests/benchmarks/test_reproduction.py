@@ -912,13 +912,19 @@ def test_a_table_in_place_is_reckoned_until_it_is_measured(tmp_path):
     assert [len(table.rows(results)) for table in claims.TABLES if table.csv == "compress"] == [3, 3]
 
 
-def test_an_arm_of_pygs_loader_that_ran_out_of_time_has_no_ratio(tmp_path):
+def test_an_arm_of_a_loader_that_ran_out_of_time_has_no_ratio(tmp_path):
     rows = ('"cora, batch 8",loader,', '"cora, batch 8",PrefetchLoader,12', '"cora, batch 8",raw rows,3')
     columns, results = "case,arm,accuracy_s", reading.Results(tmp_path)
-    assert list(reproduction.loaded_by_pyg(results)) == []
+    assert list(reproduction.loaded(results)) == []
     writer(tmp_path)("gnn_pyg", columns, *rows, '"cora, batch 8",ibp,2')
-    (line,) = reproduction.loaded_by_pyg(reading.Results(tmp_path))
-    assert line.endswith("cora, batch 8: PrefetchLoader 6.00, raw rows 1.50")
+    drawn = [f'"cora, batch 8, drawn by the {name}",{row}' for name, row in (
+        ("CPU", "pin_prefetcher,9"), ("CPU", "ibp,3"), ("GPU", "use_uva,2.5"), ("GPU", "ibp,2"),
+    )]  # fmt: skip
+    writer(tmp_path)("gnn_dgl", columns, *drawn)
+    of_pyg, by_cpu, by_gpu = reproduction.loaded(reading.Results(tmp_path))
+    assert of_pyg.endswith("cora, batch 8: PrefetchLoader 6.00, raw rows 1.50")
+    assert by_cpu.endswith("with ibp, cora, batch 8, drawn by the CPU: pin_prefetcher 3.00")
+    assert by_gpu.startswith("DGL's loader") and by_gpu.endswith("drawn by the GPU: use_uva 1.25")
 
 
 def test_waits_of_a_batch_are_of_one_clock(tmp_path):
