@@ -43,13 +43,14 @@ import torch
 from flexgen import flex_opt
 from flexgen.compression import CompressionConfig
 from flexgen.opt_config import get_opt_config
-from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice, TorchTensor
+from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
 from flexgen.timer import timers
 from flexgen.utils import ExecutionEnv, np_dtype_to_torch_dtype, torch_dtype_to_np_dtype, torch_dtype_to_num_bytes
 
 import ibp.integrations.flexgen as ibp_flexgen
 
-from . import harness, ideal, ratio
+from . import flexgen_parts, harness, ideal, ratio
+from .flexgen_parts import write_weights
 
 MODEL = "facebook/opt-6.7b"
 TINY = dataclasses.replace(
@@ -66,7 +67,6 @@ TINY = dataclasses.replace(
 REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # A request has (batch, tokens of the prompt, new tokens).
 NEW_TOKENS = 12  # This many of the new tokens are measured.
 DTYPES = (torch.bfloat16, torch.float16)
-DEVIATION = 0.02  # The weights have this standard deviation.
 ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # The arms have these options of `enable`.
 # With --trace, these tokens are traced of this many. The prompt gives token 0.
 TRACED_STEPS, TRACED_TOKENS = (3, 4, 5), 8
@@ -78,38 +78,6 @@ COPY, OVER_LINK, DECODERS = "Memcpy", ("HtoD", "DtoH"), ("gather_items", "gather
 
 
 # ---- FlexGen without its command -------------------------------------------------------------------------------------
-
-
-class CpuDevice(TorchDevice):
-    """FlexGen's device for a machine without a GPU. Its memory is not pinned."""
-
-    def allocate(self, shape, dtype, pin_memory=None, name=None):
-        data = torch.empty(shape, dtype=np_dtype_to_torch_dtype[dtype])
-        return TorchTensor.create_from_torch(data, self, name=name)
-
-
-class NoDisk:
-    """A stand-in for FlexGen's disk, whose threads need a GPU."""
-
-    def synchronize(self):
-        """Does nothing, because no transfer is ever under way."""
-
-
-@contextlib.contextmanager
-def without_cuda():
-    """Lets FlexGen run without CUDA inside a block. Stand-ins replace streams, waiting for them, and cuda(). `half()`
-    converts to the dtype that FlexGen takes for FP16."""
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            Stream=lambda: None,
-            stream=lambda stream: contextlib.nullcontext(),
-            synchronize=lambda *device: None,
-        ),
-        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *device: tensor),
-        mock.patch.object(torch.Tensor, "half", lambda tensor: tensor.to(np_dtype_to_torch_dtype[np.float16])),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -125,7 +93,8 @@ def computing_in(dtype):
 
 @contextlib.contextmanager
 def environment(device, directory):
-    """Yields FlexGen's devices: a GPU with a disk below the directory, or stand-ins on the CPU."""
+    """Yields FlexGen's devices: a GPU with a disk below the directory, or stand-ins on the CPU. With these, `half()`
+    converts to the dtype that FlexGen takes for FP16."""
     if torch.device(device).type == "cuda":
         gpu, cpu, disk = TorchDevice("cuda:0"), TorchDevice("cpu"), TorchDisk(str(directory / "offload"))
         try:
@@ -133,8 +102,12 @@ def environment(device, directory):
         finally:
             disk.close_copy_threads()
     else:
-        with without_cuda():
-            gpu, cpu, disk = CpuDevice("cpu"), CpuDevice("cpu"), NoDisk()
+
+        def half(tensor):
+            return tensor.to(np_dtype_to_torch_dtype[np.float16])
+
+        with flexgen_parts.without_cuda(), mock.patch.object(torch.Tensor, "half", half):
+            (gpu, cpu), disk = map(flexgen_parts.cpu_device(TorchDevice), ("gpu", "cpu")), flexgen_parts.NoDisk()
             yield ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=TorchMixedDevice([gpu, cpu, disk]))
 
 
@@ -159,40 +132,6 @@ def policy(percent=(0, 100, 100, 0, 100, 0), *, batch, batches=1, on_gpu=True, *
         "comp_cache_config": dataclasses.replace(quantised, group_dim=2),
     }
     return flex_opt.Policy(batch, batches, *percent, **(fields | others))
-
-
-def shapes(config):
-    """Yields (name, shape) of every file that FlexGen reads for a model."""
-    h, f = config.input_dim, config.ffn_embed_dim
-    yield "embed_tokens.weight", (config.vocab_size, h)
-    yield "embed_positions.weight", (config.max_seq_len + 2, h)
-    names = ["layer_norm"]
-    for layer in range(config.num_hidden_layers):
-        prefix = f"layers.{layer}"
-        names += [f"{prefix}.self_attn_layer_norm", f"{prefix}.final_layer_norm"]
-        for name, out, columns in (
-            *((f"self_attn.{kind}_proj", h, h) for kind in ("q", "k", "v", "out")),
-            ("fc1", f, h),
-            ("fc2", h, f),
-        ):
-            yield f"{prefix}.{name}.weight", (out, columns)
-            yield f"{prefix}.{name}.bias", (out,)
-    for name in names:
-        yield f"{name}.weight", (h,)
-        yield f"{name}.bias", (h,)
-
-
-def write_weights(config, directory, device):
-    """Writes random FP16 weights in FlexGen's file format. Matrices and biases are normal, and gains of norms are
-    around 1. The values come from torch's generator on the device."""
-    home = directory / f"{config.name}-np"
-    home.mkdir(parents=True)
-    for name, shape in shapes(config):
-        values = torch.randn(shape, device=device) * DEVIATION
-        if name.endswith("layer_norm.weight"):
-            values += 1
-        with open(home / f"decoder.{name}", "wb") as file:
-            np.save(file, values.half().cpu().numpy())
 
 
 def matrices_of(model):
