@@ -50,7 +50,6 @@ from flexgen.utils import ExecutionEnv, np_dtype_to_torch_dtype, torch_dtype_to_
 import ibp.integrations.flexgen as ibp_flexgen
 
 from . import flexgen_parts, harness, ideal, ratio
-from .flexgen_parts import write_weights
 
 MODEL = "facebook/opt-6.7b"
 TINY = dataclasses.replace(
@@ -67,6 +66,7 @@ TINY = dataclasses.replace(
 REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # A request has (batch, tokens of the prompt, new tokens).
 NEW_TOKENS = 12  # This many of the new tokens are measured.
 DTYPES = (torch.bfloat16, torch.float16)
+DEVIATION = 0.02  # The weights have this standard deviation.
 ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # The arms have these options of `enable`.
 # With --trace, these tokens are traced of this many. The prompt gives token 0.
 TRACED_STEPS, TRACED_TOKENS = (3, 4, 5), 8
@@ -132,6 +132,40 @@ def policy(percent=(0, 100, 100, 0, 100, 0), *, batch, batches=1, on_gpu=True, *
         "comp_cache_config": dataclasses.replace(quantised, group_dim=2),
     }
     return flex_opt.Policy(batch, batches, *percent, **(fields | others))
+
+
+def shapes(config):
+    """Yields (name, shape) of every file that FlexGen reads for a model."""
+    h, f = config.input_dim, config.ffn_embed_dim
+    yield "embed_tokens.weight", (config.vocab_size, h)
+    yield "embed_positions.weight", (config.max_seq_len + 2, h)
+    names = ["layer_norm"]
+    for layer in range(config.num_hidden_layers):
+        prefix = f"layers.{layer}"
+        names += [f"{prefix}.self_attn_layer_norm", f"{prefix}.final_layer_norm"]
+        for name, out, columns in (
+            *((f"self_attn.{kind}_proj", h, h) for kind in ("q", "k", "v", "out")),
+            ("fc1", f, h),
+            ("fc2", h, f),
+        ):
+            yield f"{prefix}.{name}.weight", (out, columns)
+            yield f"{prefix}.{name}.bias", (out,)
+    for name in names:
+        yield f"{name}.weight", (h,)
+        yield f"{name}.bias", (h,)
+
+
+def write_weights(config, directory, device):
+    """Writes random FP16 weights in FlexGen's file format. Matrices and biases are normal, and gains of norms are
+    around 1. The values come from torch's generator on the device."""
+    home = directory / f"{config.name}-np"
+    home.mkdir(parents=True)
+    for name, shape in shapes(config):
+        values = torch.randn(shape, device=device) * DEVIATION
+        if name.endswith("layer_norm.weight"):
+            values += 1
+        with open(home / f"decoder.{name}", "wb") as file:
+            np.save(file, values.half().cpu().numpy())
 
 
 def matrices_of(model):

@@ -10,9 +10,9 @@ OPT-6.7B. Times are those of the fork's timer: of the prompt, and of a token as 
 ones. Its first two layers fetch every row of the cache for a token, the others a tenth for each head (--max-num-kv
 192; the script has 400).
 
-The fork is not changed. In place of what it would download it gets random weights in its file format, which are the
-same in every layer, and random tokens. Its rotation of the weights, which comes before the request, is left out,
-because it serves trained weights alone. For its `import ibp` it gets what the arm says.
+The fork is not changed. In place of the files and the text that it would read it gets random weights and random tokens.
+Its rotation of the weights, which comes before the request, is left out, because it serves trained weights alone. For
+its `import ibp` it gets what the arm says.
 
 Arms: `cpu index + copy` is InfiniGen without the paper's library. `raw by the paper's code` (--ibp=transfer) and `the
 paper's code` (--ibp=compress) call it. In `ibp`, `Calls` stands in place of the library in the mode compress: rows are
@@ -32,7 +32,6 @@ import gc
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import tempfile
 import types
@@ -47,9 +46,10 @@ import ibp
 from ibp._tables.coded_rows import live_table
 
 from . import flexgen_parts, harness, ideal, reference
+from .kv_request import DEVIATION, DTYPE
 
 COLUMNS = ("prefill_s", "token_s", "request_s", "read", "fork", "reference")
-MODEL, DTYPE = "facebook/opt-6.7b", torch.float16
+MODEL = "facebook/opt-6.7b"
 # Folders of the fork, and the files of its package flexgen that its scripts link from the folder of InfiniGen.
 FLEXGEN, INFINIGEN, OF_INFINIGEN = "speedup/flexgen", "speedup/infinigen", ("flex_opt.py", "pytorch_backend.py")
 WARM_TOKENS = 2048  # The fork's first run has a prompt of this many tokens.
@@ -175,22 +175,20 @@ def imported(fork, directory):
     return importlib.import_module("flexgen.flex_opt")
 
 
-def written(config, directory, device):
-    """Writes random weights, and links those of the first layer as the weights of the others."""
-    home = flexgen_parts.write_weights(dataclasses.replace(config, num_hidden_layers=1), directory, device)
-    for name, _ in flexgen_parts.shapes(config):
-        path = home / f"decoder.{name}"
-        if not path.exists():
-            os.link(home / re.sub(r"decoder\.layers\.\d+", "decoder.layers.0", path.name), path)
+def fill(tensor, filename):
+    """Fills a weight of the fork with normal values, and with values around 1 if it is the gain of a norm. filename:
+    the file that the fork would read."""
+    values = torch.randn(tensor.shape, device=tensor.data.device) * DEVIATION
+    tensor.data.copy_(values + filename.endswith("layer_norm.weight"))
 
 
 class Fork:
-    """The fork's modules, and weights for its models.
+    """The fork's modules, and its command with random weights.
 
     Args:
         run: the run of the benchmark.
         flex_opt: the fork's module of this name.
-        directory: where weights are written.
+        directory: for files of the fork.
     """
 
     def __init__(self, run, flex_opt, directory):
@@ -199,8 +197,6 @@ class Fork:
         self.selection = sys.modules[flex_opt.select_kv_ibp.__module__]
         self.tiny = tiny(flex_opt.get_opt_config)
         self.config = flex_opt.get_opt_config(MODEL) if run.is_judged else self.tiny
-        for config in {self.tiny.name: self.tiny, self.config.name: self.config}.values():
-            written(config, directory, run.device)
 
     @contextlib.contextmanager
     def given(self, config, request, library, counts):
@@ -215,6 +211,7 @@ class Fork:
 
         of_opt = {
             "get_opt_config": lambda name: config,
+            "download_opt_weights": lambda name, path: None,
             "get_inputs": lambda length, num, tokenizer, path: (tokens[:length].tolist(),) * num,
             "ibp": library,
             "general_copy": library.copy if isinstance(library, Calls) else self.flex_opt.general_copy,
@@ -228,6 +225,7 @@ class Fork:
                 (self.flex_opt, of_opt),
                 (self.selection, {"ibp": library}),
                 (self.backend, {"skew": lambda q, k, wq, wk, *sizes: (wq, wk), "speculate_attention": chosen}),
+                (self.backend.TorchTensor, {"load_from_np_file": fill}),
             ):
                 stack.enter_context(mock.patch.multiple(module, **patches))
             yield
@@ -241,6 +239,7 @@ class Fork:
             f"{request.new} --cut-gen-len {request.measured} --alpha 4 --partial-weight-ratio 0.2 --max-num-kv "
             f"{request.most} --ibp={mode}"
         )
+        torch.manual_seed(0)  # Every arm has the same weights.
         parser, counts = argparse.ArgumentParser(), []
         self.flex_opt.add_parser_arguments(parser)
         with self.given(config, request, library, counts):
@@ -288,7 +287,6 @@ def main(argv=None):
     options, others = own.parse_known_args(argv)
     args = harness.parse_args(others, __doc__)
     run = harness.Run("infinigen", args, COLUMNS)
-    torch.manual_seed(0)
     request, path = Request() if run.is_judged else QUICK, options.infinigen.resolve()
     with tempfile.TemporaryDirectory() as name, run.cell("the fork"):
         fork = Fork(run, imported(path, Path(name)), Path(name))
