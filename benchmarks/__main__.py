@@ -73,6 +73,7 @@ MODELS = {
 }
 # These scripts take long, or need packages or GPUs that few machines have.
 OTHERS = {
+    "dlrm --unequal": 60,
     "compress --inplace": 240,
     "compress --inplace --count": 240,
     "transfers --rows": 60,

@@ -853,6 +853,18 @@ TABLES = (
     ),
     Table(
         "",
+        "infinigen",
+        "The same request by InfiniGen's fork itself: seconds of the prompt, of a token and of all",
+        {
+            "model and request": cell("case"),
+            "arm": cell("arm"),
+            "prompt": cell("prefill_s", number),
+            "a token": cell("token_s", fine_number),
+            "request": cell("request_s", number),
+        },
+    ),
+    Table(
+        "",
         "kv_transfer",
         f"Pages packed to a message on a GPU and unpacked there, {GBPS}, {MISSED}, and how many times fewer bytes the "
         "message has",

@@ -1,11 +1,17 @@
 """How fast do the embedding rows of a recommendation model come to the GPU (the paper's section 6.3)?
 
-    python -m benchmarks.dlrm [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.dlrm [--unequal] [--out DIR] [--device cpu] [--quick]
 
 26 tables of the same size follow each other in one table in pinned memory, as in `ibp.nn.EmbeddingCollection`: 40 GiB
 of BF16 in rows of 2 KiB, or 4 GiB of other rows. Values are N(0, 0.02), or N(0, 1) in FP32. A call looks up one row of
 every table for each sample of a batch. Ids are uniform, or follow Zipf's law with exponent 1.05. At most 1 GiB of rows
 are distinct; they are compressed on the GPU and repeated.
+
+--unequal measures the same arms for FP32 rows alone, with tables of unequal sizes. Their rows are in the proportions of
+the categorical features of Criteo's Kaggle set (Display Advertising Challenge), whose numbers of values are those that
+github.com/hpcaitech/CachedEmbedding lists (recsys/datasets/criteo.py, 0b177465), 3 to 10,131,227. All tables together
+have 4 GiB as before, so sizes are scaled down, and the smallest tables have one row. Names of these cases contain
+"unequal". Rows of the other run stay. It is expected to take under a minute on an H200.
 
 Arms:
 
@@ -35,6 +41,7 @@ of what the fewer bytes allow, if that is less: FP32 saves too little for 1.3 ti
 less does not count as slower, because rates of the same code differ by as much.
 """
 
+import argparse
 import gc
 import itertools
 import runpy
@@ -68,19 +75,32 @@ UNIFORM, ZIPF = "uniform", "Zipf"
 ROWS_TOGETHER = 32
 MANY_IDS = 100_000
 NOT_SLOWER = 0.98
+UNEQUAL = "unequal"
+# The numbers of values of the categorical features of Criteo's Kaggle set, in their order.
+CRITEO_SIZES = (
+    *(1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194),
+    *(27, 14_992, 5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
+)
 
 
 class Case(NamedTuple):
-    """Rows of one kind. gib: GiB of all tables, raw."""
+    """Rows of one kind. gib: GiB of all tables, raw. is_unequal: whether the tables have unequal sizes."""
 
     dtype: torch.dtype
     row_bytes: int
     gib: float
     batches: tuple[int, ...]
+    is_unequal: bool = False
 
     @property
     def name(self):
-        return f"{self.gib:g} GiB"
+        return f"{self.gib:g} GiB" + (f", {UNEQUAL} tables" if self.is_unequal else "")
+
+    def sizes(self, num_rows):
+        """Returns the numbers of rows of the tables, which have together at most num_rows rows."""
+        if not self.is_unequal:
+            return [num_rows // NUM_TABLES] * NUM_TABLES
+        return [1 + (num_rows - NUM_TABLES) * size // sum(CRITEO_SIZES) for size in CRITEO_SIZES]
 
 
 CASES = (
@@ -92,25 +112,47 @@ CASES = (
     Case(torch.float32, 512, 4, (1024, 4096, 16384)),
     Case(torch.float32, 128, 4, (16384,)),
 )
+UNEQUAL_CASES = tuple(Case(torch.float32, row_bytes, 4, (1024, 16384), True) for row_bytes in (2048, 512))
 QUICK_CASES = (Case(torch.bfloat16, 2048, 1 / 64, (4, 64)), Case(torch.float32, 512, 1 / 64, (16,)))
+QUICK_UNEQUAL_CASES = (Case(torch.float32, 512, 1 / 64, (16,), True),)
+
+
+def firsts_of(sizes):
+    """Returns the first row of each table in the table that holds all of them."""
+    return torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)
+
+
+def hotness_of(sizes, device):
+    """Returns how often each row of the tables is looked up by Zipf's law, as integers in one unit."""
+    power, tables = 1 - inputs.ZIPF_EXPONENT, []
+    for size in sizes:
+        bounds = torch.arange(1, size + 2, dtype=torch.float64, device=device).pow_(power)
+        counts = torch.empty(size, dtype=torch.int64, device=device)
+        counts[inputs.scattered(torch.arange(size, device=device), size)] = (
+            bounds.diff() / (bounds[-1] - bounds[0]) * 2.0**61
+        ).long()
+        tables.append(counts)
+    return torch.cat(tables)
 
 
 class Lookups:
     """Ids of one batch size and distribution, in several sets: per table on the GPU, and rows of the whole table on the
-    CPU."""
+    CPU. sizes: the numbers of rows of the tables."""
 
-    def __init__(self, run, case, law, batch, rows_of_table):
+    def __init__(self, run, case, law, batch, sizes):
         self.run, self.case, self.law, self.batch = run, case, law, batch
         self.num_rows = batch * NUM_TABLES
-        self.firsts = torch.arange(NUM_TABLES, device=run.device) * rows_of_table
-        if law == UNIFORM:
-            self.ids = [torch.randint(rows_of_table, (batch, NUM_TABLES), device=run.device) for _ in range(NUM_SETS)]
-        else:
-            ranks = (inputs.zipf_ranks(self.num_rows, rows_of_table, run.device) for _ in range(NUM_SETS))
-            self.ids = [inputs.scattered(one, rows_of_table).view(batch, NUM_TABLES) for one in ranks]
+        self.firsts = firsts_of(sizes).to(run.device)
+        self.ids = [torch.stack([self.drawn(size) for size in sizes], 1) for _ in range(NUM_SETS)]
         self.cpu_rows = [self.rows(k).cpu() for k in range(NUM_SETS)]
         columns = case.row_bytes // case.dtype.itemsize
         self.outs = [torch.empty(self.num_rows, columns, dtype=case.dtype, device=run.device) for _ in range(NUM_OUTS)]
+
+    def drawn(self, num_rows):
+        """Returns ids of a table, one for each sample."""
+        if self.law == UNIFORM:
+            return torch.randint(num_rows, (self.batch,), device=self.run.device)
+        return inputs.scattered(inputs.zipf_ranks(self.batch, num_rows, self.run.device), num_rows)
 
     def rows(self, k):
         """Returns the ids of set k as rows of the table that holds all tables, as calls compute them."""
@@ -129,12 +171,17 @@ class Lookups:
         return f"{self.case.name}, {self.law}, batch {self.batch:,}"
 
 
+def num_rows_of(case, x):
+    """Returns the number of rows of the table that holds all tables: a multiple of that of the distinct rows x."""
+    return int(case.gib * GIB) // case.row_bytes // (NUM_TABLES * len(x)) * NUM_TABLES * len(x)
+
+
 class Tables:
     """The tables, raw or compressed, and the rows that they must have: row r is x[r % len(x)]."""
 
     def __init__(self, run, case, x, small, buffer, hotness):
         self.run, self.case, self.x, self.hotness = run, case, x, hotness
-        self.num_rows = int(case.gib * GIB) // case.row_bytes // (NUM_TABLES * len(x)) * NUM_TABLES * len(x)
+        self.num_rows = num_rows_of(case, x)
         self.table = tiled(small, self.num_rows, buffer)
         if run.on_gpu and not self.table.is_pinned():
             raise AssertionError(f"{case.name}: the table is not in pinned memory")
@@ -338,15 +385,14 @@ def run_case(run, case, buffers, found_class):
     num_distinct = min(GIB, num_bytes // NUM_TABLES // 4) // (ROWS_TOGETHER * case.row_bytes) * ROWS_TOGETHER
     deviation = 1.0 if case.dtype == torch.float32 else 0.02
     x = inputs.normal_rows(num_distinct * case.row_bytes, case.dtype, deviation, run.device, columns=columns)
-    rows_of_table = num_bytes // case.row_bytes // (NUM_TABLES * len(x)) * len(x)
-
-    every = [Lookups(run, case, law, batch, rows_of_table) for law in (UNIFORM, ZIPF) for batch in case.batches]
-    ranks = torch.arange(rows_of_table, device=run.device)
-    hotness = torch.empty_like(ranks)
-    hotness[inputs.scattered(ranks, rows_of_table)] = -ranks
+    num_rows = num_rows_of(case, x)
+    sizes = case.sizes(num_rows)
+    every = [Lookups(run, case, law, batch, sizes) for law in (UNIFORM, ZIPF) for batch in case.batches]
+    hotness = torch.zeros(num_rows, dtype=torch.int64, device=run.device)
+    hotness[: sum(sizes)] = hotness_of(sizes, run.device)
     rates = [{} for _ in every]
     for scheme in ("raw", "auto", "ibp"):
-        run_scheme(run, case, scheme, x, buffers, rates, hotness.repeat(NUM_TABLES), every, found_class)
+        run_scheme(run, case, scheme, x, buffers, rates, hotness, every, found_class)
         gc.collect()
 
 
@@ -383,10 +429,16 @@ def gains(rows, arm=IBP):
 
 
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("dlrm", args, COLUMNS)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--unequal", action="store_true")
+    options, others = own.parse_known_args(argv)
+    args = harness.parse_args(others, __doc__)
+    run = harness.Run("dlrm", args, COLUMNS, keep=lambda row: (UNEQUAL in row["case"]) != options.unequal)
     torch.manual_seed(0)
-    cases = CASES if run.is_judged else QUICK_CASES
+    if options.unequal:
+        cases = UNEQUAL_CASES if run.is_judged else QUICK_UNEQUAL_CASES
+    else:
+        cases = CASES if run.is_judged else QUICK_CASES
     buffers, found_class = buffers_of(run, cases), released_class()
     for case in cases:
         with run.cell(f"{case.name}, {harness.dtype_name(case.dtype)}, {case.row_bytes} B"):

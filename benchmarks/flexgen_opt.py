@@ -43,13 +43,13 @@ import torch
 from flexgen import flex_opt
 from flexgen.compression import CompressionConfig
 from flexgen.opt_config import get_opt_config
-from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice, TorchTensor
+from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
 from flexgen.timer import timers
 from flexgen.utils import ExecutionEnv, np_dtype_to_torch_dtype, torch_dtype_to_np_dtype, torch_dtype_to_num_bytes
 
 import ibp.integrations.flexgen as ibp_flexgen
 
-from . import harness, ideal, ratio
+from . import flexgen_parts, harness, ideal, ratio
 
 MODEL = "facebook/opt-6.7b"
 TINY = dataclasses.replace(
@@ -80,38 +80,6 @@ COPY, OVER_LINK, DECODERS = "Memcpy", ("HtoD", "DtoH"), ("gather_items", "gather
 # ---- FlexGen without its command -------------------------------------------------------------------------------------
 
 
-class CpuDevice(TorchDevice):
-    """FlexGen's device for a machine without a GPU. Its memory is not pinned."""
-
-    def allocate(self, shape, dtype, pin_memory=None, name=None):
-        data = torch.empty(shape, dtype=np_dtype_to_torch_dtype[dtype])
-        return TorchTensor.create_from_torch(data, self, name=name)
-
-
-class NoDisk:
-    """A stand-in for FlexGen's disk, whose threads need a GPU."""
-
-    def synchronize(self):
-        """Does nothing, because no transfer is ever under way."""
-
-
-@contextlib.contextmanager
-def without_cuda():
-    """Lets FlexGen run without CUDA inside a block. Stand-ins replace streams, waiting for them, and cuda(). `half()`
-    converts to the dtype that FlexGen takes for FP16."""
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            Stream=lambda: None,
-            stream=lambda stream: contextlib.nullcontext(),
-            synchronize=lambda *device: None,
-        ),
-        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *device: tensor),
-        mock.patch.object(torch.Tensor, "half", lambda tensor: tensor.to(np_dtype_to_torch_dtype[np.float16])),
-    ):
-        yield
-
-
 @contextlib.contextmanager
 def computing_in(dtype):
     """Makes a dtype of torch the one that FlexGen takes for FP16, inside a block."""
@@ -125,7 +93,8 @@ def computing_in(dtype):
 
 @contextlib.contextmanager
 def environment(device, directory):
-    """Yields FlexGen's devices: a GPU with a disk below the directory, or stand-ins on the CPU."""
+    """Yields FlexGen's devices: a GPU with a disk below the directory, or stand-ins on the CPU. With these, `half()`
+    converts to the dtype that FlexGen takes for FP16."""
     if torch.device(device).type == "cuda":
         gpu, cpu, disk = TorchDevice("cuda:0"), TorchDevice("cpu"), TorchDisk(str(directory / "offload"))
         try:
@@ -133,8 +102,12 @@ def environment(device, directory):
         finally:
             disk.close_copy_threads()
     else:
-        with without_cuda():
-            gpu, cpu, disk = CpuDevice("cpu"), CpuDevice("cpu"), NoDisk()
+
+        def half(tensor):
+            return tensor.to(np_dtype_to_torch_dtype[np.float16])
+
+        with flexgen_parts.without_cuda(), mock.patch.object(torch.Tensor, "half", half):
+            (gpu, cpu), disk = map(flexgen_parts.cpu_device(TorchDevice), ("gpu", "cpu")), flexgen_parts.NoDisk()
             yield ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=TorchMixedDevice([gpu, cpu, disk]))
 
 

@@ -1,14 +1,15 @@
 """How long does a request take whose keys and values are in host memory, if every head reads a tenth of them (the
 paper's figure 12)?
 
-    python -m benchmarks.kv_request [--workers | --opt [--repository DIR]] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.kv_request [--workers | --opt [--repository DIR] | --infinigen FORK [--repository DIR]]
+                                    [--out DIR] [--device cpu] [--quick]
 
 The request is the paper's: a prompt of 1,920 tokens and 128 new tokens, batch 20, FP16, with layers of OPT-6.7B's
 shape, which have random weights and are on the GPU. A few layers and tokens are measured; `request_s` is computed for
 all of them. While a layer computes, every head of the next layer chooses 10 % of the tokens, as in InfiniGen: by
 products of 30 % of the elements of keys, which stay on the GPU, and of queries that are computed from this layer's
-input. The chosen rows come to the GPU while the layer computes. InfiniGen itself is not run; it also rotates the
-weights of trained models so that these elements tell more.
+input. The chosen rows come to the GPU while the layer computes. InfiniGen also rotates the weights of trained models so
+that these elements tell more.
 
 Arms: `cpu index + copy` gathers with the CPU into pinned memory and copies, as InfiniGen does; `raw by kernel`; and
 `ibp`, which has two `ibp.kv.KVRows` per layer, whose codebooks are learned from rows of the prompt. The rows that each
@@ -27,6 +28,8 @@ by its kernel (--ibp=transfer there). `the paper's code` (--ibp=compress) learns
 with threshold 0.8, compresses rows on the GPU before they go to host memory, and fetches them; learning is in its
 prefill_ms. Both get an output that exists, and take all SMs. `reference` is the commit of the clone. Without a clone
 the other arms are measured. Rows of other runs stay. It is expected to take two minutes on an H200.
+
+--infinigen runs InfiniGen itself, by the fork in FORK: see infinigen.py, which writes infinigen.csv.
 
 After the common columns, the CSV has for a layer prefill_ms (including storing the rows), learn_ms (its two codebooks),
 fetch_ms (the rows of one token alone) and step_ms (of one token, including storing its rows). `workers` is the number
@@ -494,6 +497,7 @@ def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--workers", action="store_true")
     own.add_argument("--opt", action="store_true")
+    own.add_argument("--infinigen", type=Path, metavar="FORK")
     own.add_argument("--repository", type=Path, default=os.environ.get("IBP_REFERENCE"))
     options, others = own.parse_known_args(argv)
     return options, harness.parse_args(others, __doc__)
@@ -504,9 +508,18 @@ def option_of(row):
     return "opt" if row["case"].startswith(OPT) else "workers" if row.get("workers") else ""
 
 
-@torch.inference_mode()
 def main(argv=None):
     options, args = parsed(argv)
+    if options.infinigen:
+        from . import infinigen  # Its copies to host memory run in threads, which inference_mode would not reach.
+
+        return infinigen.main(argv)
+    return measure_all(options, args)
+
+
+@torch.inference_mode()
+def measure_all(options, args):
+    """Measures the shapes and arms that the options name. Returns the exit status."""
     option = "opt" if options.opt else "workers" if options.workers else ""
     run = harness.Run("kv_request", args, COLUMNS, keep=lambda row: option_of(row) != option)
     small = run.quick or not run.on_gpu

@@ -63,11 +63,11 @@ def built(repository):
     )
 
 
-def commit_of(repository):
-    """Returns IBP_REFERENCE_COMMIT if it is set (for copies of a tree), otherwise the commit of the clone, or
-    "unknown"."""
-    if os.environ.get("IBP_REFERENCE_COMMIT"):
-        return os.environ["IBP_REFERENCE_COMMIT"]
+def commit_of(repository, variable="IBP_REFERENCE_COMMIT"):
+    """Returns the value of the variable of the environment if it is set (for copies of a tree), otherwise the commit of
+    the clone, or "unknown"."""
+    if os.environ.get(variable):
+        return os.environ[variable]
     if not (repository / ".git").exists():
         return "unknown"
     found = subprocess.run(["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True)

@@ -323,11 +323,21 @@ def cache_rows(results):
     rows_of_requests = results.rows("kv_request", workers=None)
     requests = by_arm(rows_of_requests, lambda row: f"{request_name(row)}, learning included").items()
     others = "cpu index + copy", "raw by kernel", reference.THEIRS
-    return "less time than the CPU's gather, than raw rows by kernel, than by the paper's code:<br>" + listed(
+    parts = [
         f"{case}: {', '.join(percent(less_time(arms, other, column), 0) for other in others if other in arms)}"
         for found, column in ((rows, "us"), (requests, "request_s"))
         for case, arms in found
-    )
+    ]
+    heads = "less time than the CPU's gather, than raw rows by kernel, than by the paper's code:<br>"
+    return heads + listed([*parts, *fork_requests(results)])
+
+
+def fork_requests(results):
+    """Yields the time that ibp saves on a request of InfiniGen's fork, over each of the other arms."""
+    for case, arms in by_arm(results.rows("infinigen")).items():
+        saved = (f"{percent(less_time(arms, other, 'request_s'), 0)} than {other}" for other in arms if other != "ibp")
+        if "ibp" in arms:
+            yield f"InfiniGen's fork, {case.split(',')[0]}, a request takes less time: {', '.join(saved)}"
 
 
 def request_name(row):

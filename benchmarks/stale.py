@@ -64,6 +64,7 @@ SOURCES = {
     "gnn_dgl": (*_FETCHING, "ibp/integrations/dgl.py"),
     "gnn_pyg": (*_FETCHING, "ibp/integrations/pyg.py"),
     "gnn_parallel": (*_CACHING, "ibp/distributed"),
+    "infinigen": (*_FETCHING, *_ENCODING),
     "kv_decoding": _KV,
     "kv_fetch": _KV,
     "kv_pages": _KV,

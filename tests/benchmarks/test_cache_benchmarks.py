@@ -43,6 +43,37 @@ def test_targets_of_lookups():
     assert wanted(torch.float16, 2048, 8192) == wanted(torch.bfloat16, 512, 8192) == pytest.approx(49)
 
 
+def test_tables_of_unequal_sizes(tmp_path):
+    """Their rows follow those of Criteo's features, each is looked up in its own part, and rows of both runs stay."""
+    case = dlrm.UNEQUAL_CASES[0]
+    sizes = case.sizes(1 << 21)
+    assert len(sizes) == dlrm.NUM_TABLES and min(sizes) == 1 and sum(sizes) <= 1 << 21
+    assert all(
+        size == pytest.approx((1 << 21) * of / 33_762_577, abs=2, rel=1e-3)
+        for size, of in zip(sizes, dlrm.CRITEO_SIZES)
+    )
+    assert dlrm.CASES[0].sizes(52) == 26 * [2] and dlrm.CASES[0].name == "40 GiB"
+    hotness = dlrm.hotness_of([1, 4, 1000], "cpu")
+    assert len(hotness) == 1005 and hotness.min() >= 0 and hotness[0] == 2**61 > hotness[1] > hotness[5]
+    parts = hotness.split([1, 4, 1000])
+    assert all(part.double().sum() == pytest.approx(2.0**61, rel=1e-9) for part in parts)
+    drawn = torch.bincount(inputs.scattered(inputs.zipf_ranks(100_000, 1000, "cpu"), 1000), minlength=1000)
+    assert drawn[parts[2].argsort(descending=True)[:5]].tolist() == pytest.approx(
+        (1e5 * parts[2].sort(descending=True).values[:5] / 2.0**61).tolist(), rel=0.1
+    )
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    record(harness.Run("dlrm", harness.parse_args(argv), dlrm.COLUMNS), "40 GiB, Zipf, batch 8", dlrm.RAW)
+    assert dlrm.main(["--unequal", *argv]) == 0
+    kept, *rows = lines_of(tmp_path / "dlrm.csv")
+    assert kept["case"] == "40 GiB, Zipf, batch 8"
+    assert {row["case"] for row in rows} == {
+        f"0.015625 GiB, unequal tables, {law}, batch 16" for law in ("uniform", "Zipf")
+    }
+    assert [row["arm"] for row in rows if row["ids"] == "Zipf" and not row["colossalai"]].count(dlrm.IBP_CACHE) == 1
+    (hits,) = (float(row["hit_rate"]) for row in rows if row["arm"] == dlrm.IBP_CACHE)
+    assert hits > 0.5  # Most tables are so small that the cache holds them.
+
+
 def test_a_larger_cache_is_predicted_to_gain():
     hotness = torch.tensor([50, 0, 30, 10, 10])
     assert gnn_cache.expected_hits(hotness, 2) == pytest.approx(0.8)

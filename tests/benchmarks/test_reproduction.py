@@ -887,6 +887,13 @@ def test_rows_by_sms_and_threads_are_those_of_their_csvs(tmp_path):
     ]
     tables = [table for table in claims.TABLES if table.csv == "kv_request"]
     assert [len(table.rows(results)) for table in tables] == [6, 4]
+    fork = [f'"opt-6.7b, 32 layers",{arm},{s}' for arm, s in (("cpu index + copy", 20), ("the paper's code", 12))]
+    write("infinigen", "case,arm,request_s", *fork)
+    assert "fork" not in reproduction.cache_rows(reading.Results(tmp_path))
+    write("infinigen", "case,arm,request_s", *fork, '"opt-6.7b, 32 layers",ibp,10')
+    assert reproduction.cache_rows(reading.Results(tmp_path)).split("<br>")[-1] == (
+        "InfiniGen's fork, opt-6.7b, a request takes less time: 50 % than cpu index + copy, 17 % than the paper's code"
+    )
     write(
         "throttle",
         "case,arm,sms,what,gpus,step_ms,out_gbps",

@@ -188,7 +188,7 @@ def test_every_call_of_an_arm_has_ids_of_its_own(tmp_path):
     case = dlrm.Case(torch.float32, 4 * D, num_rows * 4 * D / dlrm.GIB, (2,))
     buffer = torch.empty(num_rows * 4 * D, dtype=torch.uint8)
     tables = dlrm.Tables(run, case, x, ibp.compress(x, scheme="raw"), buffer, None)
-    lookups, sets = dlrm.Lookups(run, case, dlrm.UNIFORM, 2, 64), []
+    lookups, sets = dlrm.Lookups(run, case, dlrm.UNIFORM, 2, case.sizes(num_rows)), []
 
     def call(k):
         sets.append(k)

@@ -21,6 +21,7 @@ from flexgen.utils import cpu_mem_stats  # noqa: E402
 import ibp  # noqa: E402
 import ibp.integrations.flexgen as adapter  # noqa: E402
 from benchmarks import flexgen_opt as host  # noqa: E402
+from benchmarks import flexgen_parts  # noqa: E402
 from helpers import assert_same_bits  # noqa: E402
 
 H = host.TINY.input_dim
@@ -357,7 +358,7 @@ def test_the_command(env, weights, tmp_path, monkeypatch, capsys):
 
     loaded = []
     monkeypatch.setattr(flex_opt, "AutoTokenizer", Tokenizer)
-    monkeypatch.setattr(flex_opt, "TorchDevice", lambda name: host.CpuDevice("cpu"))
+    monkeypatch.setattr(flex_opt, "TorchDevice", flexgen_parts.cpu_device(flex_opt.TorchDevice))
     monkeypatch.setattr(flex_opt, "TorchDisk", SynchronousDisk)
     monkeypatch.setattr(flex_opt, "get_opt_config", lambda name: host.TINY)
     init = flex_opt.OptLM.init_all_weights
