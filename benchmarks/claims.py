@@ -858,9 +858,9 @@ TABLES = (
         {
             "model and request": cell("case"),
             "arm": cell("arm"),
-            "prompt": cell("prefill_s", number),
-            "a token": cell("token_s", fine_number),
-            "request": cell("request_s", number),
+            "prompt": cell("prefill_s", real(2)),
+            "a token": cell("token_s", real(3)),
+            "request": cell("request_s", real(2)),
         },
     ),
     Table(
