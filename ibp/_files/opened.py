@@ -378,9 +378,9 @@ class File(Mapping[str, Value], Closing):
         runs = [run for checks, numbers in blocks.items() for run in checks.runs_of(numbers)]
         total, num_blocks = 0, sum(map(len, blocks.values()))
         with tqdm(total=num_blocks, desc="verify", unit="block", disable=not progress) as bar:
-            for sizes in in_threads(lambda run: list(map(run[0].check, run[1])), runs, THREADS):
-                total += sum(sizes)
-                bar.update(len(sizes))
+            for run, num_bytes in zip(runs, in_threads(lambda run: run[0].check(run[1]), runs, THREADS)):
+                total += num_bytes
+                bar.update(len(run[1]))
         for name in tqdm(chosen if content else (), desc="decode", unit="tensor", disable=not (progress and content)):
             if not self._is_what_it_was(name):
                 raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
@@ -614,8 +614,7 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
         if holder is not None and holder.checks is not None:
             start = holder.header.tensors[part].start
             with _naming(name):
-                for block in holder.checks.blocks_of(start + first, start + last):
-                    holder.checks.check(block)
+                holder.checks.check(holder.checks.blocks_of(start + first, start + last))
 
     if isinstance(value, torch.Tensor):
         return lambda start, end: check(name, start, end)

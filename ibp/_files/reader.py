@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +50,7 @@ from .paths import open_regular
 _ROWS = ("slots", "overflow")  # The parts of a table that hold its rows.
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
 _SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
-_PIECE_BYTES = (
-    2 << 20
-)  # Number of bytes that a thread reads or hashes at once. With more, a matrix keeps few threads busy.
+_PIECE_BYTES = 8 << 20  # Number of bytes that a thread reads, and most that it hashes, at once.
 THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
 
 
@@ -150,8 +148,8 @@ class OpenFile:
                 raise FileFormatError(f"{self.path} was cut while it was read")
             data, start = data[count:], start + count
 
-    def hash_of(self, start: int, num_bytes: int) -> int:
-        """Returns the hash of a range of the file's bytes, which are hashed where the system has cached them.
+    def loaded(self, start: int, num_bytes: int) -> memoryview:
+        """Returns a range of the file's bytes where the system has cached them, after it has read them.
 
         Raises:
             FileFormatError: the file has been truncated since it was opened, or cannot be read.
@@ -161,7 +159,7 @@ class OpenFile:
             raise FileFormatError(
                 f"{self.path} was cut while it was read, or cannot be read at byte {start} and after it"
             )
-        return xxhash.xxh3_64_intdigest(memoryview(pages)[start : start + num_bytes])
+        return memoryview(pages)[start : start + num_bytes]
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns bytes of the file as a mapped tensor, uint8 [num_bytes]. Callers may write to the tensor: the system
@@ -298,7 +296,7 @@ class Checks:
         own = xxhash.xxh3_64_intdigest(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
-        if self._file.hash_of(0, self.start) != int(self._hashes[-2]):
+        if xxhash.xxh3_64_intdigest(file.loaded(0, self.start)) != int(self._hashes[-2]):
             raise ChecksumError(f"{self._file.path}: the header has another checksum: it is damaged")
 
     def blocks_of(self, start: int, end: int) -> range:
@@ -307,22 +305,34 @@ class Checks:
             return range(0)
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
-    def runs_of(self, blocks: Sequence[int]) -> list[tuple[Checks, Sequence[int]]]:
-        """Divides blocks into runs of as many blocks as one thread should verify at once. Returns these runs, each with
-        this object."""
-        length = max(1, _PIECE_BYTES // self.block_bytes)
-        return [(self, blocks[first : first + length]) for first in range(0, len(blocks), length)]
+    def runs_of(self, blocks: Collection[int]) -> list[tuple[Checks, range]]:
+        """Divides blocks into runs of consecutive blocks, each for one thread, so that all threads have some. Returns
+        these runs, each with this object. blocks: increasing numbers."""
+        length = max(1, min(_PIECE_BYTES // self.block_bytes, -(-len(blocks) // THREADS)))
+        runs: list[range] = []
+        for block in blocks:
+            if runs and block == runs[-1].stop and len(runs[-1]) < length:
+                runs[-1] = range(runs[-1].start, block + 1)
+            else:
+                runs.append(range(block, block + 1))
+        return [(self, run) for run in runs]
 
-    def check(self, block: int) -> int:
-        """Reads and verifies a block, unless it was verified before. Returns the block's size in bytes.
+    def check(self, blocks: range) -> int:
+        """Reads and verifies consecutive blocks, unless they were verified before. Returns their size in bytes. All
+        blocks are read by one call, because threads wait for each other between calls.
 
         Raises:
-            ChecksumError: the block does not match its checksum. The message names the block, and the tensors that have
+            ChecksumError: a block does not match its checksum. The message names the block, and the tensors that have
                 bytes in it.
         """
-        start, end = self._bounds(block)
-        if not self._is_right[block]:
-            self._compare(block, self._file.hash_of(start, end - start))
+        if not blocks:
+            return 0
+        start, end = self._bounds(blocks[0])[0], self._bounds(blocks[-1])[1]
+        if not self._is_right[blocks.start : blocks.stop].all():
+            data = self._file.loaded(start, end - start)
+            for block, first in zip(blocks, range(0, end - start, self.block_bytes)):
+                if not self._is_right[block]:
+                    self._compare(block, xxhash.xxh3_64_intdigest(data[first : first + self.block_bytes]))
         return end - start
 
     def read_into(self, start: int, data: memoryview) -> None:
@@ -337,7 +347,7 @@ class Checks:
             if len(piece) == last - first:
                 self._compare(block, xxhash.xxh3_64_intdigest(piece))
             else:
-                self.check(block)
+                self.check(range(block, block + 1))
 
     def _bounds(self, block: int) -> tuple[int, int]:
         """Returns where a block begins and ends in the file."""
@@ -360,7 +370,7 @@ class Checks:
 
         def is_right(block: int) -> bool:
             with contextlib.suppress(ChecksumError):
-                self.check(block)
+                self.check(range(block, block + 1))
             return bool(self._is_right[block])
 
         right = in_threads(is_right, range(self.num_blocks), THREADS)
@@ -514,8 +524,7 @@ def read_whole(file: OpenFile, name: str, files: Mapping[str, OpenFile], pin: bo
             checksums = owner.checks  # The codec's decoder may do anything if the bytes are damaged.
             if checksums is None:
                 raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
-            for block in checksums.blocks_of(entry.start, entry.end):
-                checksums.check(block)
+            checksums.check(checksums.blocks_of(entry.start, entry.end))
         parts[part] = _taken(owner or file, f"{name}:{part}", entry, CODEC_PARTS[part], num_bytes, read_parts(pin))
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
     with refused(what):
