@@ -26,7 +26,7 @@ from . import gnn, harness, ideal
 COLUMNS = "batch,batches,batch_ms,accuracy,accuracy_s,loss_difference,table_gib,workers".split(",")
 CLASSES, ACCURACY, EVERY, LEARNING_RATE = 8, 0.8, 5, 1e-2
 MOST_BATCHES, QUICK_BATCHES, LIMIT_S, MOST_WORKERS = 300, 5, 45.0, 12
-SHARED, WORKER_BYTES = "/dev/shm", 32 << 20  # A worker hands over batches in this folder, which takes at most so much.
+SHARED, WORKER_BYTES = "/dev/shm", 64 << 20  # A worker hands over batches in this folder, which takes less.
 QUICK_CASES = (gnn.Case("pubmed", 2_000, (32,)), gnn.Case("dense 100", 2_000, (32,), torch.bfloat16, 100))
 RAW, IBP = "raw rows", "ibp"
 

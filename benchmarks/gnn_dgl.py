@@ -56,7 +56,7 @@ class Loaders:
     """The loaders of all arms, and their graph.
 
     Workers draw neighbours; the process that calls a loader gathers rows. To fork a process that has a CUDA context and
-    large tables takes seconds for each worker, so the workers begin here.
+    large tables takes seconds for each worker, so the workers begin here. Each of two loaders has its own.
     """
 
     def __init__(self, graph, batch_size, workers, device):
