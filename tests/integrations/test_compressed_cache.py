@@ -262,6 +262,33 @@ def test_interrupted_changes_lose_no_token(call):
     assert moment > 5
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python prints interrupts in __del__.
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_an_interrupted_reorder_reorders_all_tokens_or_none(is_stored):
+    """Tokens that are coded, that are being coded, and that are raw."""
+    order = torch.tensor([1, 1])
+    for moment in itertools.count():
+        layer, (keys, values) = CompressedLayer(ibp.kv.TokenCoder(**SMALL)), states(70)
+        layer.update(keys, values)
+        layer.store(wait=True)
+        more = states(40)
+        layer.update(*more)
+        keys, values = (torch.cat(pair, dim=-2) for pair in zip((keys, values), more))
+        assert layer._pending is not None and layer.history.num_blocks
+        _, interrupts = interrupt_at(moment, None, lambda: layer.reorder_cache(order))
+        if is_stored:
+            layer.store(wait=True)
+        found, wanted = (layer.keys, layer.values), (keys, values)
+        if torch.equal(found[0][:1, :, -1], keys[1:, :, -1]):
+            wanted = keys[order], values[order]
+        for got, tensor in zip(found, wanted):
+            assert_same_bits(got, tensor)
+        if not interrupts:
+            assert_same_bits(wanted[0], keys[order])
+            break
+    assert moment > 5
+
+
 def test_crop_wants_a_number_that_is_not_positive():
     twins = Twins().add(20)
     with pytest.raises(ValueError, match="tokens_to_remove is 3"):

@@ -277,10 +277,13 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
     def _take(self, sequences: torch.Tensor) -> None:
         self._fetch = None
-        self.raw = tuple(tail.index_select(0, sequences) for tail in self.raw)
-        for held in (self.history, self._pending):
+        raw = tuple(tail.index_select(0, sequences) for tail in self.raw)
+        history, pending = copy.copy(self.history), copy.copy(self._pending)
+        for held in (history, pending):
             if held is not None:
                 held.take(sequences)
+        # In one statement, so that an interrupted call has reordered all tokens or none.
+        self.raw, self.history, self._pending = raw, history, pending
 
     def _code_anew_if_sparse(self) -> None:
         """If fewer than half of the coded tokens belong to present sequences (`TokenHistory.is_sparse`), decodes the
