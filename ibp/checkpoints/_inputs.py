@@ -37,6 +37,7 @@ from .._files import (
     file_system,
     find_files,
     index_of,
+    is_of_set,
     is_of_weights,
     is_url,
     open_regular,
@@ -500,10 +501,12 @@ def _contents_of(
 def _without_results(folder: Path, files: list[Path], name_of: Callable[[str], str]) -> list[Path]:
     """Returns the files of a folder that is converted in place, without the results of a conversion that was
     interrupted before it removed the files that it had converted. The next conversion converts these files again.
-    name_of: returns the name of the result for the name of a file."""
+    Results are files, sets, and files of a set that has no index yet. name_of: returns the name of the result for the
+    name of a file."""
     names = [path.with_name(path.name.removesuffix(INDEX_SUFFIX)) for path in _units_of(folder, files)[0]]
     made = {name.with_name(name_of(name.name)) for name in names if name_of(name.name) != name.name}
     results = {path for name in made.intersection(names) for path in _files_of(folder / name)}
+    results |= {folder / file for file in names for name in made if is_of_set(file, name)}
     return [path for path in files if folder / path not in results]
 
 

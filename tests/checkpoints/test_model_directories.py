@@ -4,6 +4,7 @@ decompressing gives all back."""
 import errno
 import functools
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -192,8 +193,12 @@ def test_a_directory_in_its_own_place(trainer):
     assert again["config.json"] == before["config.json"] and again["rng_state.pth"] == before["rng_state.pth"]
 
 
-@pytest.mark.parametrize("shard_bytes", [None, 20_000])
-@pytest.mark.parametrize("moment", ["before the config", "after the config", "after the first file is removed"])
+MOMENTS = ["before the config", "after the config", "after the first file is removed"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "shard_bytes"), [*itertools.product(MOMENTS, [None, 20_000]), ("amid the files of a set", 20_000)]
+)
 @pytest.mark.parametrize("convert", ["compress", "decompress"])
 def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
     trainer, tmp_path, monkeypatch, convert, moment, shard_bytes
@@ -209,7 +214,7 @@ def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
     if convert == "decompress":
         small()
     call, wanted = (small, coded) if convert == "compress" else (large, plain)
-    write, unlink, calls = _inputs.write_whole, pathlib.Path.unlink, []
+    write, unlink, replace, calls = _inputs.write_whole, pathlib.Path.unlink, os.replace, []
 
     def interrupted_write(path, content):
         if moment == "after the config":
@@ -221,8 +226,15 @@ def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
             raise KeyboardInterrupt
         unlink(path, missing_ok)
 
+    def interrupted_replace(path, target):
+        if pathlib.Path(target).parent == trainer and "-00002-of-" in str(target):
+            raise KeyboardInterrupt
+        replace(path, target)
+
     with monkeypatch.context() as patch:
-        if moment == "after the first file is removed":
+        if moment == "amid the files of a set":
+            patch.setattr(os, "replace", interrupted_replace)
+        elif moment == "after the first file is removed":
             patch.setattr(pathlib.Path, "unlink", interrupted_unlink)
         else:
             patch.setattr(_inputs, "write_whole", interrupted_write)
