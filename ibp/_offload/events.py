@@ -483,9 +483,11 @@ def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[...
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind: Any = type(module)
-        if is_transformed():  # `vmap` may have batched the ids, which a table cannot look up
-            return kind.forward(module, *args, **kwargs)
         tables = {attribute: weight.table for attribute, weight in weights.items()}
+        # `vmap` may have batched the ids, which a table cannot look up. There are no tables after `close()`, if other
+        # code has replaced this forward by one that calls it.
+        if is_transformed() or any(table is None for table in tables.values()):
+            return kind.forward(module, *args, **kwargs)
         return kind.forward(stand_in(module, tables, kind), *args, **kwargs)
 
     return forward
@@ -553,6 +555,8 @@ class ExpertsForward:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         calls, module, num_experts = self._calls, self.module, self._num_experts
+        if self._group.weights[0].table is None:  # as in `looking_up`
+            return calls.kind.forward(module, *args, **kwargs)
         ids = calls.ids_of(args, kwargs)
         if is_transformed() or not are_few(ids, num_experts):
             with self._events.using_all(module, self._group):

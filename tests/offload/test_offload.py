@@ -665,6 +665,25 @@ def test_errors_inside_a_layer(error, lookahead):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_a_forward_that_other_code_has_wrapped():
+    """It stays, and works after close()."""
+    model, calls = Net(), []
+    wanted, offloaded = model(IDS), offload(model)
+    forward = model.embed.forward
+    assert "forward" in vars(model.embed)
+
+    def wrapped(ids):
+        calls.append(ids)
+        return forward(ids)
+
+    model.embed.forward = wrapped
+    assert_same_bits(model(IDS), wanted)
+    offloaded.close()
+    assert_same_bits(model(IDS), wanted)
+    assert len(calls) == 2
+
+
 def installed(model):
     """(module, attribute, names or keys of what is there) for all that hooks and other forwards leave in a model."""
     for name, module in model.named_modules():
