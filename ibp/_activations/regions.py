@@ -159,42 +159,41 @@ class SavedRegion:
 
     def data(self) -> torch.Tensor:
         """Returns the region's bytes, uint8 [num_bytes], in memory of the device, for use on the current stream. The
-        decoded bytes are kept until every operation that saved them has read them, so that they are decoded once. If
-        the encoded bytes exist only on the device, they are freed at the last read, and the decoded bytes are kept
-        instead, because autograd's graph may be retained and read again."""
+        decoded bytes are kept until every operation that saved them has read them, so that they are decoded once. If an
+        operation has changed them, they are decoded again. If the encoded bytes exist only on the device, they are
+        freed at the last read, and the decoded bytes are kept instead, because autograd's graph may be retained and
+        read again."""
         self._check()
         if self.uses == 0:
             self.of.uses.append(self.number)
-        self.uses += 1
-        decoded = self._decoded  # kept until it is replaced, so that an interrupted call does not lose it
-        current = None if self.transfers is None else self.transfers.current()
-        data = self._read(current) if decoded is None else self._again(decoded, current)
-        is_kept = self.uses % self.saves or self._is_decoded_only
-        self._decoded = UnchangedTensor(data, data._version) if is_kept else None
+        decoded, current = self._decoded, None if self.transfers is None else self.transfers.current()
+        if decoded is None or (decoded.is_changed and self.memory is None and not self._is_decoded_only):
+            data = self._read(current)
+        else:
+            data = self._usable(decoded.get(), current)
         self.of.prefetch(self, len(self.pieces))
+        uses, is_decoded_only = self.uses + 1, self._is_decoded_only or self._may_drop_codes(self.uses + 1)
+        kept = UnchangedTensor(data, data._version) if uses % self.saves or is_decoded_only else None
+        # In one statement, and before any encoded bytes are freed, so that an interrupted call can be made again.
+        self.uses, self._decoded, self._is_decoded_only = uses, kept, is_decoded_only
+        if is_decoded_only:
+            self._drop_codes()
         return data
 
+    def _may_drop_codes(self, uses: int) -> bool:
+        """Returns whether the encoded bytes exist only on the device and every save has been read. uses: how often
+        tensors of the region have been read."""
+        if uses < self.saves or self.recipe is None or self.memory is not None:
+            return False
+        return not any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces)
+
     def _drop_codes(self) -> None:
-        """Frees the encoded bytes if they exist only on the device and every save has been read."""
-        if self.uses < self.saves or self.recipe is None or self.memory is not None:
-            return
-        if any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces):
-            return
+        """Frees the encoded bytes."""
         for piece in self.pieces:
             if self.transfers is None:
                 piece.memory = None
             else:
                 self.transfers.drop_codes(piece)
-        self._is_decoded_only = True
-
-    def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
-        """Returns the bytes that an earlier read has decoded. If the operation that received these bytes has changed
-        them, decodes them again, or raises RuntimeError if no encoded bytes are left."""
-        if decoded.is_changed and self.memory is None and not self._is_decoded_only:
-            return self._read(current)
-        data = self._usable(decoded.get(), current)
-        self._drop_codes()
-        return data
 
     def _check(self) -> None:
         """Raises RuntimeError if the saved tensor was changed while the region still needed its bytes."""
@@ -240,7 +239,6 @@ class SavedRegion:
             _hand_over(held, piece.stream, current)
             coding.decode(held, recipe, piece.of(out), self.of.faults.on(device), self._max_sms)
         self.stream = current
-        self._drop_codes()
         return out if recipe.origin is None else recipe.origin.widen(out)
 
     def __del__(self) -> None:
@@ -552,7 +550,7 @@ class ForwardPass:
         if transfers is None or not transfers.fetch_region(region, first):
             return
         position = self._positions.get(region.number) if self._order else self.numbers - 1 - region.number
-        if position is not None and (position >= self._next.get(transfers, 0) or region.uses > region.saves):
+        if position is not None and (position >= self._next.get(transfers, 0) or region.uses >= region.saves):
             self._next[transfers] = position + 1
         self._fetch_on(transfers)
 

@@ -49,6 +49,7 @@ from .paths import (
     find_files,
     format_of_name,
     index_of,
+    is_of_set,
     is_of_weights,
     is_there,
     is_url,

@@ -463,9 +463,13 @@ def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
 
 def shards_of_index(path: Path) -> list[Path]:
     """Returns the files that the index of `path` names. Files whose names do not belong to its set are left out."""
-    stem, suffix = map(re.escape, _split_name(path))
-    own = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}")
     with contextlib.suppress(OSError, FileFormatError):  # A damaged index is ignored, because nobody can read its set.
         names = dict.fromkeys(read_index(index_of(path)).values())
-        return [path.with_name(name) for name in names if own.fullmatch(name)]
+        return [path.with_name(name) for name in names if is_of_set(path.with_name(name), path)]
     return []
+
+
+def is_of_set(file: Path, path: Path) -> bool:
+    """Returns whether a file is named like a file of the set that is named after `path`."""
+    stem, suffix = map(re.escape, _split_name(path))
+    return file.parent == path.parent and re.fullmatch(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}", file.name) is not None

@@ -316,8 +316,7 @@ class FileWriter:
     def table(self, name: str, fields: TableFields) -> None:
         """Adds the fields of a table to the metadata. The caller must also write the table's parts, `<name>:slots` and
         so on, with `part`, before or after this call. The number of the codebook in `fields` must be the one that
-        `codebook` has returned."""
-        self.check_names({name: True})
+        `codebook` has returned. Call `check_names` before anything of the table is written."""
         self._lines[f"{TABLE_KEY}{name}"] = fields.text()
         self._names[name] = True
 

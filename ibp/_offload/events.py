@@ -40,7 +40,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -62,8 +62,6 @@ from .weights import Group, Weight, refuse_copy, refuse_pickle
 # A call of a module that has begun but not ended: the module, the groups that it uses, and the context of autograd's
 # saved-tensor hooks, or None if the call needs no such hooks.
 Call = tuple[nn.Module, Sequence[Group], Any]
-# Functions that remove something from a model. Each function of this file that returns them has installed it.
-Undo = list[Callable[[], object]]
 _BESIDE_ROWS = 512  # size in bytes that is enough for the map and the counters of a cache of one row
 
 
@@ -133,7 +131,6 @@ class Events:
         fetchers: the fetcher of each device, in the order of the plan's devices.
         groups: the groups that are fetched. The others stay on their devices.
         users: for each module that uses such groups, these groups.
-        undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
         first_use, last_use: time at which the first use began, and time at which a use last began or ended, in seconds
             by the host's clock.
@@ -147,7 +144,6 @@ class Events:
         ]
         self.groups = [group for group in plan.groups if not group.stays]
         self.users: dict[nn.Module, list[Group]] = {}
-        self.undo: Undo = []
         self._schedule = Schedule(self.groups)
         # For each module, its parent. The model and its children have no entry.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
@@ -176,9 +172,7 @@ class Events:
         fetched = [group for group in groups if not group.stays]
         if fetched:
             self.users[module] = fetched
-            self.undo += on_calls(
-                module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module)
-            )
+            on_calls(module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module))
 
     # ---- a module begins ----
 
@@ -363,11 +357,11 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
     for module in plan.lookups:
         weights = plan.held[module]
         if all(weight.table is not None for weight in weights.values()):
-            events.undo += instead_of_forward(module, looking_up(module, weights))
+            instead_of_forward(module, looking_up(module, weights))
     experts = [ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if not group.stays]
     for forward in experts:
-        events.undo += instead_of_forward(forward.module, forward.call)
-    events.undo += on_calls(model, events.begin_model, events.end_model)
+        instead_of_forward(forward.module, forward.call)
+    on_calls(model, events.begin_model, events.end_model)
     if len(plan.devices) > 1:
         within = {part for block in plan.blocks for part in block.modules()}
         outside = [
@@ -377,13 +371,44 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
             and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, CodedModule))
         ]
         for module in (*plan.blocks, *outside):
-            events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
+            on_moves(module, plan.devices[plan.device_numbers[module]])
     for module, weights in plan.held.items():
         if any(weight.table is not None for weight in weights.values()):
-            events.undo += on_states(module, weights)
+            on_states(module, weights)
     guard_conversions(model)
-    events.undo.append(lambda: guard_conversions(model))
     return experts
+
+
+def remove_all(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Removes what `install` and `Events.install_use` have installed in a model, even if they were interrupted. So it
+    looks for hooks instead of relying on their handles, which an interrupted call may not have got.
+
+    Args:
+        modules: the modules that the model had at the time of `install`.
+    """
+    for module in modules:
+        attributes = vars(module)
+        for name in _HOOKS:
+            hooks = attributes[name]
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), Hook)]:
+                for extra in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                    attributes.get(extra, {}).pop(key, None)
+        if isinstance(attributes.get("forward"), Hook):
+            del attributes["forward"]
+        if attributes.get("__prepare_scriptable__") is _refuse_script:
+            del attributes["__prepare_scriptable__"]
+    guard_conversions(model)
+
+
+# The attributes in which torch keeps the hooks of a module that this file installs. Torch wraps some hooks in an object
+# whose attribute `hook` is the hook.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
 
 
 class Hook(functools.partial[Any]):
@@ -393,24 +418,21 @@ class Hook(functools.partial[Any]):
     __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
 
 
-def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Undo:
+def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> None:
     """Installs hooks that call `begin` before each call of a module, and `end` after it, even if the call raises an
     exception. torch.compile traces neither function."""
     vars(module)["__prepare_scriptable__"] = _refuse_script
-    return [
-        module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True).remove,
-        module.register_forward_hook(Hook(outside_of_graphs(end)), always_call=True).remove,
-        functools.partial(vars(module).pop, "__prepare_scriptable__", None),
-    ]
+    module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True)
+    module.register_forward_hook(Hook(outside_of_graphs(end)), always_call=True)
 
 
-def on_moves(module: nn.Module, device: torch.device) -> Undo:
+def on_moves(module: nn.Module, device: torch.device) -> None:
     """Makes each call of a module move its arguments to a device first."""
 
     def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return moved(args, device), moved(kwargs, device)
 
-    return [module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True).remove]
+    module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -426,7 +448,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> Undo:
+def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> None:
     """Makes `state_dict()` of a module return the values of its offloaded weights, and makes `load_state_dict()` refuse
     to load other values. After a save, a weight rests again unless a call is using its group.
 
@@ -450,11 +472,9 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> Undo:
             if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
                 raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
-    return [
-        module.register_state_dict_pre_hook(Hook(before_save)).remove,
-        module.register_state_dict_post_hook(Hook(after_save)).remove,
-        module.register_load_state_dict_pre_hook(Hook(before_load)).remove,
-    ]
+    module.register_state_dict_pre_hook(Hook(before_save))
+    module.register_state_dict_post_hook(Hook(after_save))
+    module.register_load_state_dict_pre_hook(Hook(before_load))
 
 
 def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[..., Any]:
@@ -463,19 +483,20 @@ def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[...
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind: Any = type(module)
-        if is_transformed():  # `vmap` may have batched the ids, which a table cannot look up
-            return kind.forward(module, *args, **kwargs)
         tables = {attribute: weight.table for attribute, weight in weights.items()}
+        # `vmap` may have batched the ids, which a table cannot look up. There are no tables after `close()`, if other
+        # code has replaced this forward by one that calls it.
+        if is_transformed() or any(table is None for table in tables.values()):
+            return kind.forward(module, *args, **kwargs)
         return kind.forward(stand_in(module, tables, kind), *args, **kwargs)
 
     return forward
 
 
-def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Replaces the forward of this one module; other modules of its class keep theirs. torch.compile does not trace the
     new forward."""
     module.forward = Hook(outside_of_graphs(forward))
-    return [functools.partial(vars(module).pop, "forward")]
 
 
 def _refuse_script() -> NoReturn:
@@ -534,6 +555,8 @@ class ExpertsForward:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         calls, module, num_experts = self._calls, self.module, self._num_experts
+        if self._group.weights[0].table is None:  # as in `looking_up`
+            return calls.kind.forward(module, *args, **kwargs)
         ids = calls.ids_of(args, kwargs)
         if is_transformed() or not are_few(ids, num_experts):
             with self._events.using_all(module, self._group):

@@ -19,7 +19,7 @@ from .._machine import memory
 from .._rows.learning import check_scheme
 from ..nn import TableParameter
 from ..nn._compressing import NotTheModel, check_model
-from .events import Events, ExpertsForward, install
+from .events import Events, ExpertsForward, install, remove_all
 from .plan import OffloadPlan, plan_for
 from .weights import Checkpoint, Resting, read_checkpoint, store
 
@@ -153,18 +153,20 @@ def offload(
             f"the model has no frozen weight of at least {min_bytes:,} bytes to offload: call model.eval() or "
             "model.requires_grad_(False), or lower min_bytes"
         )
-    with outside_of_modes(), torch.no_grad():
-        events = Events(model, plan, max_sms, lookahead)
-        offloaded = Offloaded(model, plan, events)
-        try:
+    offloaded: Offloaded | None = None
+    try:
+        with outside_of_modes(), torch.no_grad():
+            events = Events(model, plan, max_sms, lookahead)
+            offloaded = Offloaded(model, plan, events)
             values = None if checkpoint is None else read_checkpoint(checkpoint, verify)
             store(model, plan, values, scheme, progress, events.read)
             offloaded._experts = install(model, plan, events)
             events.start()
-        except BaseException:
+        return offloaded
+    except BaseException:
+        if offloaded is not None:
             offloaded.close()
-            raise
-    return offloaded
+        raise
 
 
 def _devices(device: Any) -> list[torch.device]:
@@ -251,7 +253,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     changed_by = "ibp.offload(model)"
 
     def __init__(self, model: nn.Module, plan: OffloadPlan, events: Events) -> None:
-        self._model, self._plan, self._events = model, plan, events
+        self._model, self._plan, self._events, self._modules = model, plan, events, list(model.modules())
         self._experts: list[ExpertsForward] = []  # mixtures whose experts are fetched as the router chooses them
         self._is_removed = False
 
@@ -328,8 +330,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             for other in self._plan.others:
                 if not other.tensor.is_meta:  # otherwise the checkpoint has not filled it
                     other.tensor.data = other.tensor.data.to(other.home)
-            while events.undo:
-                events.undo.pop()()
+            remove_all(self._model, self._modules)
             for fetcher in events.fetchers:
                 fetcher.close()
             self._experts, self._is_removed = [], True

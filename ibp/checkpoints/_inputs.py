@@ -37,6 +37,7 @@ from .._files import (
     file_system,
     find_files,
     index_of,
+    is_of_set,
     is_of_weights,
     is_url,
     open_regular,
@@ -338,9 +339,11 @@ class Conversion:
     ) -> None:
         self.source, self.target = source, target
         self._is_in_place = source.resolve() == target.resolve()
-        files = _shown_files(source, None if self._is_in_place else target)
-        tensors, others = _contents_of(source, files, stack, verify)
         name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
+        files = _shown_files(source, None if self._is_in_place else target)
+        if self._is_in_place:
+            files = _without_results(source, files, name_of)
+        tensors, others = _contents_of(source, files, stack, verify)
         self.sources: dict[Path, Source] = {}
         self.sets: set[Path] = set()
         # For each key of `sources`: the files in the target that hold the same tensors in the other form, plain if the
@@ -493,6 +496,18 @@ def _contents_of(
     if not tensors:
         raise FileNotFoundError(f"{folder}: the directory has no file of tensors ({', '.join(TENSOR_SUFFIXES)})")
     return tensors, [path for path in files if path not in parts.union(tensors)]
+
+
+def _without_results(folder: Path, files: list[Path], name_of: Callable[[str], str]) -> list[Path]:
+    """Returns the files of a folder that is converted in place, without the results of a conversion that was
+    interrupted before it removed the files that it had converted. The next conversion converts these files again.
+    Results are files, sets, and files of a set that has no index yet. name_of: returns the name of the result for the
+    name of a file."""
+    names = [path.with_name(path.name.removesuffix(INDEX_SUFFIX)) for path in _units_of(folder, files)[0]]
+    made = {name.with_name(name_of(name.name)) for name in names if name_of(name.name) != name.name}
+    results = {path for name in made.intersection(names) for path in _files_of(folder / name)}
+    results |= {folder / file for file in names for name in made if is_of_set(file, name)}
+    return [path for path in files if folder / path not in results]
 
 
 def _files_of(path: Path) -> list[Path]:

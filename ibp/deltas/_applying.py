@@ -445,12 +445,19 @@ Batch = GpuBatch | HostBatch | CopyBatch
 # ---- applying ----
 
 
-def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+def apply_all(
+    jobs: Sequence[Job],
+    whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    commit: Callable[[list[Batch]], object] = list.clear,
+) -> None:
     """Applies deltas to bases that share no memory with each other.
 
     Args:
         jobs: (name of the base for messages, delta, base).
         whole: (tensor, its new values). The values are copied to the tensors after all deltas have been applied.
+        commit: a function that is called once everything has been applied. Its argument is the list of the batches that
+            are undone if an error occurs. It must clear the list in the statement that records the changes, so that an
+            interrupted call either has recorded them or undoes them.
 
     Raises:
         As in `Delta.apply_`. All bases are then as they were before the call.
@@ -467,6 +474,7 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
             batch.apply()
         if whole:
             staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
+        commit(begun)
     except BaseException:
         for batch in begun:
             batch.take_back()

@@ -20,7 +20,7 @@ import torch
 
 from .._rows.handle import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
-from ._applying import Base, BasePart, SplitBase, apart, apply_all
+from ._applying import Base, BasePart, Batch, SplitBase, apart, apply_all
 from ._coding import DeltaMismatchError, check_weight, fingerprint
 from ._delta import Delta, make
 from ._messages import Change, Named, PushHead, Region, TensorRows, named, opened, read_message
@@ -119,16 +119,14 @@ class Receiver:
         is_last = len(all_parts) == head.part[1] and num_wanted == 1
         # The caller may overwrite its message. What the changes need is prepared now, while other messages may still be
         # on their way. If this fails, the message has not come.
-        arrived.came[number] = self._changes(head, data, copies=not is_last)
-        self._pending = all_parts
+        changes = self._changes(head, data, copies=not is_last)
         if not is_last:
+            arrived.came[number] = changes
+            self._pending = all_parts
             return False
-        try:
-            self._become([arrival for each in all_parts.values() for came in each.came.values() for arrival in came])
-            senders = {part: each.head.sender for part, each in self._pending.items()}
-            self._senders, self.version = senders, head.version
-        finally:
-            self._pending = {}
+        self._pending = {}  # If the push is not applied, all of its messages have to come again.
+        came = [arrival for each in all_parts.values() for some in each.came.values() for arrival in some]
+        self._become([*came, *changes], {part: each.head.sender for part, each in all_parts.items()}, head.version)
         return True
 
     def _check_order(self, head: PushHead) -> None:
@@ -136,7 +134,9 @@ class Receiver:
         part, (number, count) = head.part[0], head.piece
         if self.version is not None and self._senders.get(part) == head.sender:
             if head.version <= self.version:
-                raise OutOfSyncError(f"version {head.version} came again: the weights are version {self.version}")
+                raise OutOfSyncError(
+                    f"version {head.version} came again: the weights are version {self.version}, so leave it out"
+                )
             if head.base is not None and head.base != self.version:
                 raise OutOfSyncError(
                     f"the message makes version {head.version} of version {head.base}, and the weights are version "
@@ -146,7 +146,7 @@ class Receiver:
         if arrived is None or arrived.head.sender != head.sender:
             return
         if arrived.head.version == head.version and number in arrived.came:
-            raise OutOfSyncError(f"message {number} of {count} of version {head.version} came again")
+            raise OutOfSyncError(f"message {number} of {count} of version {head.version} came again: leave it out")
         if arrived.head.version != head.version and head.base is not None:
             raise OutOfSyncError(
                 f"{len(arrived.came)} of {arrived.head.piece[1]} messages of version {arrived.head.version} have come, "
@@ -173,9 +173,14 @@ class Receiver:
                     f"and others are of {other.piece[1]}, and of version {other.base}; {_WANTED}"
                 )
 
-    def _become(self, arrivals: list[_Arrival]) -> None:
-        """Applies all changes of a push, given the regions of all of its messages. If an error is raised, the weights
-        are unchanged."""
+    def _become(self, arrivals: list[_Arrival], senders: dict[int, str], version: int) -> None:
+        """Applies all changes of a push. If an error is raised, the weights are unchanged.
+
+        Args:
+            arrivals: the regions of all messages of the push.
+            senders: for each part, the PushHead.sender of its messages.
+            version: the version that the weights become.
+        """
         jobs: list[tuple[str, Delta, Base]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
@@ -201,11 +206,14 @@ class Receiver:
         # If the call is interrupted, no fingerprint is known any more, and the next push computes the fingerprints that
         # it needs.
         self._known = {}
+
+        def commit(batches: list[Batch]) -> None:
+            self._known, self._senders, self.version, batches[:] = results, senders, version, ()
+
         try:
-            apply_all(apart(jobs), whole)
+            apply_all(apart(jobs), whole, commit)
         except DeltaMismatchError as error:
             raise OutOfSyncError(f"{error}; {_WANTED}") from error
-        self._known = results
 
     def _changes(self, head: PushHead, data: torch.Tensor, copies: bool) -> list[_Arrival]:
         """Returns the regions of a message. If the message has tables, the parts of all its changes are first copied to

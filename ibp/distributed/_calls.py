@@ -532,19 +532,21 @@ class NotedWork(Work):
     def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
         super().__init__()
         self._works, self._read = works, read
+        self._error: Exception | None = None
 
     def is_completed(self) -> bool:
         return all(work is None or work.is_completed() for work in self._works)
 
     def wait(self, timeout: object = None) -> bool:
-        # Some kinds of work cannot be waited for twice. An interrupted call leaves the others to the next call.
-        while self._works:
-            work = self._works.pop(0)
+        # Some kinds of work cannot be waited for twice. An interrupted call leaves the others to the next call. If one
+        # has failed, each later call raises its error again, as that of a CodedWork does.
+        while self._works and self._error is None:
             try:
-                finished(work, False)
-            except Exception:
-                self._works.insert(0, work)  # The next call raises the error again.
-                raise
+                finished(self._works.pop(0), False)
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
         if self._read is not None:
             self._read()
             self._read = None
@@ -642,6 +644,17 @@ def recv(
     return _Transfer(tensor, False, peer, tag, group, CallOptions(codec, level, name)).call(async_op)
 
 
+def _finish(channel: Channel) -> None:
+    """Waits for the last work of a channel. An error is raised once: the next call does not wait for the work again. If
+    the wait was interrupted, the next call waits for the rest of the work."""
+    try:
+        finished(channel.last, False)
+    except Exception:
+        channel.last = None
+        raise
+    channel.last = None
+
+
 class _Transfer(OneTensor):
     """One call of `send` or `recv`, which moves a tensor to another rank or from it.
 
@@ -676,23 +689,20 @@ class _Transfer(OneTensor):
             return self.raw(async_op)
         self.check()
         channel = self.state.channels.setdefault((self.is_sent, self._peer, self._tag), Channel())
-        try:
-            finished(channel.last, False)
-        except Exception:
-            channel.last = None  # The next call does not wait for it again, unless this call was interrupted.
-            raise
-        channel.last = None
+        _finish(channel)
         plan = channel.plans.get(self.kind)
         if plan is None and self.options.codec is not None:
             plan = channel.plans[self.kind] = Plan(self.options.codec, self._num_pieces(), is_checked=False)
         if plan is None or (plan.codec is not None and plan.is_due()):
-            work = finished(self._noted(channel, plan), async_op)
+            channel.last = self._noted(channel, plan)
         elif plan.codec is not None:
-            work = self.coded(plan, async_op)
+            channel.last = self.coded(plan, async_op)
         else:
             return self.raw(async_op)
-        channel.last = work
-        return work
+        if async_op:
+            return channel.last
+        _finish(channel)
+        return None
 
     def _moved(self, data: torch.Tensor) -> dist.Work | None:
         """Begins to send or to receive `data`. Returns work."""

@@ -238,37 +238,38 @@ class FitChecks:
         # For each process group: (a tensor [modules, entries] that holds the statuses of all modules; the statuses,
         # which are views of its rows).
         self._statuses: dict[GroupState, tuple[torch.Tensor, list[Status]]] = {}
-        self._depth = 0  # Number of forward passes that have begun and not ended. Passes can be nested.
+        # Whether a forward pass has begun and not ended. A pass that was interrupted does not end, because torch calls
+        # no hooks then. So this is set anew by each pass, instead of being counted.
+        self._is_in_forward = False
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
     def is_watched(self) -> bool:
         """Returns whether a forward or backward pass is under way. If so, the host will read the statuses at the end of
-        the pass. If it is a backward pass, registers `end_pass` as a callback that runs at the end of the pass."""
-        if self._depth:
-            return True
+        the pass. If a backward pass is under way, registers `end_pass` as a callback that runs at its end."""
         backward = _current_backward()
         if backward not in (_NO_BACKWARD, self._backward):
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
             self._backward = backward
-        return backward != _NO_BACKWARD
+        return self._is_in_forward or backward != _NO_BACKWARD
 
     def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
         """Checks which modules' parameters fit in their messages. If all-gathers travel coded, this is a collective
         call, and the host waits for it."""
         if torch.compiler.is_compiling():  # In a compiled module the host waits for each all-gather.
             return
-        self._depth += 1
+        self._is_in_forward = True
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self._check_before()
 
     def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Records that a forward pass has ended. Torch calls this hook even if the pass has raised an error."""
+        """Records that a forward pass has ended. If passes are nested, the all-gathers after the inner pass make the
+        host wait. Torch calls this hook even if the pass has raised an error, unless it was interrupted."""
         if not torch.compiler.is_compiling():
-            self._depth = max(0, self._depth - 1)
+            self._is_in_forward = False
 
     def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """At the end of the outermost forward pass, checks the statuses of the all-gathers."""
-        if not (torch.compiler.is_compiling() or self._depth):
+        """At the end of a forward pass, checks the statuses of the all-gathers."""
+        if not torch.compiler.is_compiling():
             self._check_after()
 
     def end_pass(self) -> None:

@@ -178,6 +178,10 @@ class _Job:
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     has_failed: bool = False
 
+    def concerns(self, wanted: set[int]) -> bool:
+        """Returns whether the job stores or loads one of the given pages."""
+        return any(not wanted.isdisjoint(pages) for pages, _ in self.moves.values())
+
     def is_done(self) -> bool:
         return self.events is None or self.events[1].query()
 
@@ -331,6 +335,10 @@ class BlockStore(OfThisProcess):
         """Begins to load pages into blocks, after the work that is queued on the current stream. If several pages are
         to be loaded into the same block, only the last of them is loaded.
 
+        A page is loaded as the last job that was submitted before has stored it. If this job has not ended, and the
+        page is raw or may have no room in its pool, the host waits for the job. The engines of `ibp.integrations` load
+        a page only after `finished` has reported the job that stored it, so they never wait here.
+
         Args:
             job: the id of the job, chosen by the caller.
             moves: {group: (pages, blocks)}: page pages[k] is loaded into block blocks[k] of the group.
@@ -344,6 +352,11 @@ class BlockStore(OfThisProcess):
         """
         stream = stream or (self._urgent_stream if urgent else self._load_stream)
         entry = _Job(False, dict(moves))
+        if self.num_raw_pages or self.may_lose:
+            wanted = {page for pages, _ in entry.moves.values() for page in pages}
+            stored = {job for job, each in self._jobs.items() if each.stores and each.concerns(wanted)}
+            if stored:
+                self.wait(stored)
         spans = [(group, span) for group in entry.moves for span in self._spans_with(group, tensors)]
         with self._timed(entry, stream):
             for group, span in spans:

@@ -82,12 +82,15 @@ class PendingBlocks:
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """Describes the blocks that one call of `TokenHistory.store` has added."""
+    """Describes the blocks that one call of `TokenHistory.store` has added. All numbers, except batch_size, count these
+    blocks together with those of earlier calls, so that a call need not add up what all earlier calls have added."""
 
-    num_blocks: int  # number of these blocks that have not been removed
-    num_coded: int  # number of blocks that the call added
-    batch_size: int  # number of sequences in a block
-    end: int  # number of bytes of the arena that are in use by these blocks and those before them
+    before: StoredBlocks | None  # the blocks that the call before has added
+    batch_size: int  # number of sequences in a block of this call
+    num_blocks: int  # number of blocks that have not been removed
+    num_slots: int  # number of coded sequences in these blocks
+    num_coded: int  # number of coded sequences whose bytes are kept, including those in removed blocks
+    end: int  # number of bytes of the arena that are in use
 
 
 class TokenHistory(OfThisProcess):
@@ -123,7 +126,7 @@ class TokenHistory(OfThisProcess):
     def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: CodedStates, values: CodedStates) -> None:
         self._coder, self._decoder, self.device = coder, decoder, decoder.device
         self.arena, self.keys, self.values = TokenArena(self.device, decoder.memory == "pinned"), keys, values
-        self._become([], None, 0)
+        self._become(StoredBlocks(None, 0, 0, 0, 0, 0), None, 0)
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +136,7 @@ class TokenHistory(OfThisProcess):
     @property
     def original_bytes(self) -> int:
         """Uncompressed size in bytes of all tokens whose coded bytes are still kept."""
-        return sum(held.num_coded * held.batch_size for held in self._stored) * self._block_bytes
+        return self._stored.num_coded * self._block_bytes
 
     @property
     def plain_bytes(self) -> int:
@@ -170,8 +173,7 @@ class TokenHistory(OfThisProcess):
     def is_sparse(self) -> bool:
         """Whether the coded tokens of the present sequences are fewer than half of the tokens whose coded bytes are
         kept. Tokens that several present sequences share count once for each of these sequences."""
-        coded = sum(held.num_coded * held.batch_size for held in self._stored)
-        return 2 * self.num_blocks * self.batch_size < coded
+        return 2 * self.num_blocks * self.batch_size < self._stored.num_coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> PendingBlocks:
         """Queues the encoding of the next n complete blocks of tokens. keys, values: [B, heads, n * block, head_dim].
@@ -193,8 +195,12 @@ class TokenHistory(OfThisProcess):
         `pending.is_ready()`. If the call is interrupted or fails, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
             data, num_blocks, batch_size = pending.data(), pending.num_blocks, pending.batch_size
-            pairs, num_slots = ((self.keys, pending.keys), (self.values, pending.values)), self._num_slots
-            plain_bytes = self.original_bytes + num_blocks * batch_size * self._block_bytes
+            pairs, held, new_slots = (
+                zip((self.keys, self.values), (pending.keys, pending.values)),
+                self._stored,
+                num_blocks * batch_size,
+            )
+            plain_bytes = self.original_bytes + new_slots * self._block_bytes
             self._decoder.fence()
             try:
                 for (states, coded), whole in zip(pairs, data):
@@ -202,11 +208,12 @@ class TokenHistory(OfThisProcess):
                     offset, memory = self.arena.reserve(whole.numel(), alignment, plain_bytes)
                     for to, part in zip(memory, whole.split([to.numel() for to in memory])):
                         self._decoder.put(self.arena, to, part)
-                    states.add(coded, whole.numel(), offset, self.num_blocks, num_slots)
-                added = StoredBlocks(num_blocks, num_blocks, batch_size, self.arena.used)
-                self._become([*self._stored, added], *self._order_with(pending))
+                    states.add(coded, whole.numel(), offset, held.num_blocks, held.num_slots)
+                counts = held.num_blocks + num_blocks, held.num_slots + new_slots, held.num_coded + new_slots
+                added = StoredBlocks(held, batch_size, *counts, self.arena.used)
+                self._become(added, *self._order_with(pending))
             finally:
-                self.arena.rewind(self._used)
+                self.arena.rewind(self._stored.end)
 
     def fetch(self, num_tokens: int, blocks: range | None = None) -> Fetch:
         """Begins to decode coded tokens into new keys and values.
@@ -225,35 +232,24 @@ class TokenHistory(OfThisProcess):
         """
         return self._decoder.fetch(self, num_tokens, blocks)
 
-    @property
-    def _num_slots(self) -> int:
-        """Number of coded sequences: of all blocks that have not been removed, and of all sequences in each block."""
-        return sum(held.num_blocks * held.batch_size for held in self._stored)
-
-    @property
-    def _used(self) -> int:
-        """Number of bytes of the arena that stored blocks use."""
-        return self._stored[-1].end if self._stored else 0
-
-    def _become(self, stored: list[StoredBlocks], order: torch.Tensor | None, batch_size: int) -> None:
-        """Replaces the list of stored blocks, the order of sequences and the number of sequences.
+    def _become(self, stored: StoredBlocks, order: torch.Tensor | None, batch_size: int) -> None:
+        """Replaces the description of the stored blocks, the order of sequences and the number of sequences.
 
         Args:
-            stored: the stored blocks, in order. The list must not be changed later.
+            stored: the blocks of the last call of `store`, which lead to those of earlier calls.
             order: int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. The
                 tensor must not be changed later (see `_states.py`). None: the sequences are in the order of encoding.
             batch_size: the number of present sequences.
         """
-        num_blocks = sum(held.num_blocks for held in stored)
         self.stamp = next(_stamps)  # A buffer of the decoder's ring that has the bytes of another stamp is out of date.
-        self._stored, self.order, self.batch_size, self.num_blocks = stored, order, batch_size, num_blocks
+        self._stored, self.order, self.batch_size, self.num_blocks = stored, order, batch_size, stored.num_blocks
 
     def _order_with(self, pending: PendingBlocks) -> tuple[torch.Tensor | None, int]:
         """Returns (the order of the blocks of the history and of pending blocks, the number of present sequences)."""
         num_blocks, batch_size, sequences = pending.num_blocks, pending.batch_size, pending.sequences
         if self.order is None and sequences is None:
             return None, batch_size
-        num_slots = self._num_slots
+        num_slots = self._stored.num_slots
         new = torch.arange(num_slots, num_slots + num_blocks * batch_size, device=self.device)
         new = new.view(num_blocks, batch_size)
         if sequences is not None:
@@ -264,7 +260,7 @@ class TokenHistory(OfThisProcess):
         """Returns int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence."""
         if self.order is not None:
             return self.order
-        slots = torch.arange(self._num_slots, device=self.device)
+        slots = torch.arange(self._stored.num_slots, device=self.device)
         return slots.view(self.num_blocks, -1) if self.num_blocks else slots.view(0, 0)
 
     def take(self, sequences: torch.Tensor) -> None:
@@ -279,17 +275,18 @@ class TokenHistory(OfThisProcess):
         """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `store` added
         become free when all of these blocks have been removed. If the call is interrupted or fails, either all these
         blocks have been removed, or no block."""
-        stored, left = [], num_blocks
-        for held in self._stored:
-            if left <= 0:
-                break
-            stored.append(held if held.num_blocks <= left else replace(held, num_blocks=left))
-            left -= held.num_blocks
+        held = self._stored
+        while held.before is not None and held.before.num_blocks >= num_blocks:
+            held = held.before
+        if held.num_blocks > num_blocks:
+            num_slots = held.num_slots - (held.num_blocks - num_blocks) * held.batch_size
+            held = replace(held, num_blocks=num_blocks, num_slots=num_slots)
+        order = None if self.order is None or held.before is None else self.order[:num_blocks]
         self._decoder.fence()
-        self._become(stored, None if self.order is None or not stored else self.order[:num_blocks], self.batch_size)
+        self._become(held, order, self.batch_size)
         for states in (self.keys, self.values):
-            states.truncate(self.num_blocks, self._num_slots)
-        self.arena.rewind(self._used)
+            states.truncate(held.num_blocks, held.num_slots)
+        self.arena.rewind(held.end)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
@@ -300,6 +297,13 @@ class TokenHistory(OfThisProcess):
             for form in (self.keys.form, self.values.form)
         )
         return keys, values
+
+    def __copy__(self) -> TokenHistory:
+        """Returns another history of the same tokens, which shares the coded bytes. After either of the two has been
+        changed by `store` or `truncate`, the other one must not be used."""
+        copied = TokenHistory.__new__(TokenHistory)
+        vars(copied).update(vars(self))
+        return copied
 
     def clone(self, coder: TokenCoder | None = None) -> TokenHistory:
         """Returns a copy of the history, with a separate copy of the coded bytes. coder: the coder to which the copy

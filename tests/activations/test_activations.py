@@ -1240,6 +1240,21 @@ def test_a_retained_graph_is_read_again_after_an_interrupt():
     assert moment > 5
 
 
+def test_an_interrupted_backward_can_be_repeated():
+    x = torch.randn(64, 256).mul(0.02).requires_grad_()
+    wanted = torch.autograd.grad((x.exp().sin() * x).sum(), x)[0]
+    offload = ibp.offload_activations(device="cpu", least_bytes=1024)
+    for moment in itertools.count():
+        with offload:
+            loss = (x.exp().sin() * x).sum()
+        _, interrupts = interrupt_at(moment, None, lambda: torch.autograd.grad(loss, x, retain_graph=True))
+        for _ in range(2):
+            assert_same_bits(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted)
+        if not interrupts:
+            break
+    assert moment > 50
+
+
 def test_what_does_not_shrink_counts_in_a_budget_on_a_gpu(cuda):
     floats = [torch.randn(1 << 20, device=cuda).bfloat16() for _ in range(4)]
     tensors = [noise((4 << 20,), torch.uint8, cuda), *floats]

@@ -2,9 +2,12 @@
 decompressing gives all back."""
 
 import errno
+import functools
 import io
+import itertools
 import json
 import os
+import pathlib
 import shutil
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 import ibp
 from ibp._cli.main import main
+from ibp.checkpoints import _inputs
 from ibp.checkpoints._inputs import lines_that_load
 
 CONFIG = '{\n  "architectures": ["LlamaForCausalLM"],\n "name": "caf\u00e9",   "vocab_size": 7\n}\n'
@@ -187,6 +191,65 @@ def test_a_directory_in_its_own_place(trainer):
         "model.safetensors.index.json"
     }
     assert again["config.json"] == before["config.json"] and again["rng_state.pth"] == before["rng_state.pth"]
+
+
+MOMENTS = ["before the config", "after the config", "after the first file is removed"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "shard_bytes"), [*itertools.product(MOMENTS, [None, 20_000]), ("amid the files of a set", 20_000)]
+)
+@pytest.mark.parametrize("convert", ["compress", "decompress"])
+def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
+    trainer, tmp_path, monkeypatch, convert, moment, shard_bytes
+):
+    """The same call again finishes it."""
+    (trainer / "config.json").write_text(CONFIG, encoding="utf-8")
+    tensors = ibp.load(trainer / "model.safetensors", device="cpu")
+    plain, small = texts(trainer), functools.partial(compress, trainer, trainer, shard_bytes=shard_bytes, force=True)
+    large = functools.partial(ibp.checkpoints.decompress, trainer, f"{trainer}/", force=True)
+    small()
+    coded = texts(trainer)
+    large()
+    if convert == "decompress":
+        small()
+    call, wanted = (small, coded) if convert == "compress" else (large, plain)
+    write, unlink, replace, calls = _inputs.write_whole, pathlib.Path.unlink, os.replace, []
+
+    def interrupted_write(path, content):
+        if moment == "after the config":
+            write(path, content)
+        raise KeyboardInterrupt
+
+    def interrupted_unlink(path, missing_ok=False):
+        if path.parent == trainer and calls.append(path) is None and len(calls) == 2:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    def interrupted_replace(path, target):
+        if pathlib.Path(target).parent == trainer and "-00002-of-" in str(target):
+            raise KeyboardInterrupt
+        replace(path, target)
+
+    with monkeypatch.context() as patch:
+        if moment == "amid the files of a set":
+            patch.setattr(os, "replace", interrupted_replace)
+        elif moment == "after the first file is removed":
+            patch.setattr(pathlib.Path, "unlink", interrupted_unlink)
+        else:
+            patch.setattr(_inputs, "write_whole", interrupted_write)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    call()
+    found = texts(trainer)
+    assert found["config.json"] == wanted["config.json"]
+    if shard_bytes is None:
+        assert found.keys() == wanted.keys()
+    assert {".ibp" in name for name in found if "safetensors" in name} == {convert == "compress"}
+    again = tmp_path / "again"
+    ibp.checkpoints.decompress(trainer, f"{again}/")
+    (path,) = again.glob("model.safetensors*")  # the file, or the index of the set
+    assert_same(dict(sorted(ibp.load(path, device="cpu").items())), dict(sorted(tensors.items())))
 
 
 def test_a_new_form_takes_the_place_of_the_other(model, tmp_path):

@@ -1,5 +1,6 @@
 """ibp.deltas.Sender and Receiver: messages in any order, lost, repeated and damaged ones, shards, coded weights."""
 
+import bisect
 import json
 import random
 import struct
@@ -16,6 +17,7 @@ from helpers import assert_same_bits
 from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _sending
 from ibp.deltas._applying import BasePart
 from ibp.deltas._messages import ChangeHead, PushHead, Region
+from interrupts import interrupt_at
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
 
@@ -631,6 +633,70 @@ def test_a_crash_in_the_middle(number, monkeypatch):
     assert link.receiver.version == 1
     assert applied(link.receiver, link.pushes[1])
     assert_same_weights(link.here, link.versions[2])
+
+
+class HalfReceiver(ibp.deltas.PlacedReceiver):
+    """Keeps the first half of the columns of each matrix, so it cannot compute fingerprints of what the sender has."""
+
+    def __init__(self, halves):
+        super().__init__()
+        self.halves = halves
+
+    def places_of(self, tensors):
+        boxes = {name: ((0, shape[0]), (0, shape[1] // 2)) for name, (shape, _) in tensors.items()}
+        return {name: [ibp.deltas.ShardPlace(self.halves[name], 0, box)] for name, box in boxes.items()}
+
+
+@pytest.mark.parametrize("kind", ["whole", "halves", "tables"])
+def test_a_push_that_is_interrupted_anywhere_is_applied_once(kind):
+    """What of it comes again is taken or is refused by name, and the next push finds its base."""
+
+    def made(weights):
+        if kind == "tables":
+            return coded(weights)
+        return {
+            name: weight[:, : weight.shape[1] // (2 if kind == "halves" else 1)].clone()
+            for name, weight in weights.items()
+        }
+
+    new, base = matrices(2)
+    newer = {name: changed(weight, 0.01, 1) for name, weight in new.items()}
+    sender = Sender(base, piece_bytes=30_000)
+    pushes = [sender.push(new), sender.push(newer)]
+    assert len(pushes[0]) > 1
+    here = {}
+
+    def interrupted(moment):
+        """(the receiver, whether the call for the last message was interrupted at this moment)"""
+        here.update(made(base))
+        receiver = HalfReceiver(here) if kind == "halves" else Receiver(here)
+        for message in pushes[0][:-1]:
+            receiver.apply(message)
+        _, interrupts = interrupt_at(moment, None, lambda: receiver.apply(pushes[0][-1]))
+        return receiver, bool(interrupts)
+
+    end = bisect.bisect_left(range(1 << 15), True, key=lambda moment: not interrupted(moment)[1])
+    assert 1000 < end < 1 << 15
+    outcomes = set()
+    for moment in (*range(0, end, 997), *range(end - 30, end)):
+        receiver, _ = interrupted(moment)
+        outcomes.add(receiver.version)
+        for message in pushes[0]:
+            try:
+                receiver.apply(message)
+            except OutOfSyncError as error:
+                assert "came again" in str(error) and "leave it out" in str(error)
+        assert receiver.version == 1
+        assert_same_weights(plain(here), made(new) if kind == "halves" else new)
+        assert applied(receiver, pushes[1])
+        assert_same_weights(plain(here), made(newer) if kind == "halves" else newer)
+    assert outcomes == {None, 1}
+
+
+def plain(weights):
+    return {
+        name: weight if isinstance(weight, torch.Tensor) else weight.decompress() for name, weight in weights.items()
+    }
 
 
 def test_a_push_that_fails_sends_all_next(monkeypatch):

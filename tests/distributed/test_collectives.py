@@ -445,6 +445,46 @@ def test_an_error_from_rank_to_rank_is_told_once(two):
     assert sent is None and name == "RuntimeError" and "different codecs" in message
 
 
+class InterruptedWait(dist.Work):
+    """Work whose wait is interrupted once it has ended."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+
+    def wait(self, *_):
+        self.work.wait()
+        raise KeyboardInterrupt
+
+
+def relay_interrupted(rank):
+    """The receiver's first call is interrupted while it waits for the tensor."""
+    x, irecv, calls = tensor_of(0), dist.irecv, []
+    if rank == 0:
+        for _ in range(3):
+            send(x, 1, level="default", name="interrupted")
+        return
+    out = torch.empty_like(x)
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        work = irecv(*args, **options)
+        return InterruptedWait(work) if len(calls) == 1 else work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "irecv", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recv(out, 0, level="default", name="interrupted")
+    for _ in range(2):
+        out.zero_()
+        recv(out, 0, level="default", name="interrupted")
+        assert_same_bits(out, x)
+
+
+def test_the_next_call_finishes_an_interrupted_one(two):
+    two(relay_interrupted)
+
+
 def relay_wrong(rank):
     if rank == 0:
         return raised(lambda: send(tensor_of(0), 1, level="default", name="other"))
@@ -1392,3 +1432,20 @@ def test_work_is_waited_for_after_an_interrupt():
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     assert work.wait() and waited == [*parts, "note"]
+
+
+def test_work_that_has_failed_is_waited_for_once():
+    """Each call raises the error, and the note is not read."""
+    waited = []
+
+    class Failing(dist.Work):
+        def wait(self, *_):
+            waited.append(self)
+            raise RuntimeError("the other rank is gone")
+
+    part = Failing()
+    work = NotedWork([part, Failing()], lambda: waited.append("note"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is gone"):
+            work.wait()
+    assert waited == [part]

@@ -210,6 +210,37 @@ def test_rows_that_are_lost_raise_on_all_ranks(ranks, where):
         assert name == "RuntimeError" and "write them before the forward pass" in message and "'1'" in message
 
 
+def interrupt_and_lose(rank):
+    """What the two steps of a net without gradients raise that follow a step which is interrupted: the weights of the
+    second of them are written in the wrong place."""
+    _links._states.clear()  # codecs of other tests
+    net, x = sharded("cpu", None, level="fast"), torch.randn(16, WIDTH)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def step():
+        with torch.no_grad():
+            net(x)
+
+    for _ in range(2):
+        step()
+    hook = net[2].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    hook.remove()
+    found = [raised(step)]
+    write_within(net)
+    return [*found, raised(step)]
+
+
+@pytest.mark.slow
+def test_rows_that_are_lost_raise_after_an_interrupt(ranks):
+    for first, (name, message) in ranks(interrupt_and_lose):
+        assert first is None
+        assert name == "RuntimeError" and "write them before the forward pass" in message and "'1'" in message
+
+
 def no_backward():
     return -1
 

@@ -240,7 +240,7 @@ def test_much_that_was_cropped_is_coded_anew():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python prints interrupts in __del__.
-@pytest.mark.parametrize("call", ["store", "crop", "sparse"])
+@pytest.mark.parametrize("call", ["store", "crop", "sparse", "crop while blocks are coded", "reset"])
 def test_interrupted_changes_lose_no_token(call):
     """Whether blocks were added or removed or not, each token is either coded or raw."""
     for moment in itertools.count():
@@ -249,6 +249,18 @@ def test_interrupted_changes_lose_no_token(call):
         if call == "store":
             _, interrupts = interrupt_at(moment, None, lambda: layer.store(wait=True))
             possible = {70}
+        elif call == "crop while blocks are coded":
+            assert layer._pending.num_blocks == 3
+            _, interrupts = interrupt_at(moment, None, lambda: layer.crop(-50))
+            layer.store(wait=True)
+            possible = {70, 20}
+        elif call == "reset":
+            layer.store(wait=True)
+            _, interrupts = interrupt_at(moment, None, layer.reset)
+            possible = {70, 0}
+            if layer.get_seq_length() == 0:
+                assert layer.keys is None
+                layer.update(keys, values)
         else:
             layer.store(wait=True)
             removed = 20 if call == "crop" else 60
@@ -258,6 +270,33 @@ def test_interrupted_changes_lose_no_token(call):
         for got, wanted in zip((layer.keys, layer.values), (keys, values)):
             assert_same_bits(got, wanted[:, :, : layer.get_seq_length()])
         if not interrupts:
+            break
+    assert moment > 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python prints interrupts in __del__.
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_an_interrupted_reorder_reorders_all_tokens_or_none(is_stored):
+    """Tokens that are coded, that are being coded, and that are raw."""
+    order = torch.tensor([1, 1])
+    for moment in itertools.count():
+        layer, (keys, values) = CompressedLayer(ibp.kv.TokenCoder(**SMALL)), states(70)
+        layer.update(keys, values)
+        layer.store(wait=True)
+        more = states(40)
+        layer.update(*more)
+        keys, values = (torch.cat(pair, dim=-2) for pair in zip((keys, values), more))
+        assert layer._pending is not None and layer.history.num_blocks
+        _, interrupts = interrupt_at(moment, None, lambda: layer.reorder_cache(order))
+        if is_stored:
+            layer.store(wait=True)
+        found, wanted = (layer.keys, layer.values), (keys, values)
+        if torch.equal(found[0][:1, :, -1], keys[1:, :, -1]):
+            wanted = keys[order], values[order]
+        for got, tensor in zip(found, wanted):
+            assert_same_bits(got, tensor)
+        if not interrupts:
+            assert_same_bits(wanted[0], keys[order])
             break
     assert moment > 5
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
+from ibp._files import read_header
+from ibp.checkpoints import SourceTensor
 from ibp.integrations.vllm import weights as vllm_weights
 from ibp.integrations.vllm.weights import IncomingTensor, incoming, joined, noted, write
 from ibp.nn._tables import matrix_table
@@ -104,10 +106,15 @@ def test_the_entry_point():
 MATRIX, STACK = (24, 64), (3, 16, 64)
 
 
+def stored(table):
+    """The table as a tensor of a checkpoint."""
+    return SourceTensor("w", table.dtype, tuple(table.shape), None, make_table=lambda: table)
+
+
 def some_tensor(shape, **options):
     """A tensor of a checkpoint, and its plain values."""
     plain = torch.randn(shape).mul(0.02).bfloat16()
-    return incoming(ibp.compress(plain, **options)), plain
+    return incoming(stored(ibp.compress(plain, **options))), plain
 
 
 @pytest.mark.parametrize("options", [{}, {"level": "fast", "layout": "packed"}, {"row_bytes": 100}])
@@ -170,7 +177,7 @@ def notes(copies):
 def matrices(*scales):
     """Tensors of a checkpoint in the form of `ibp.linear`."""
     plain = [torch.randn(32, 64).mul(scale).bfloat16() for scale in scales]
-    return [incoming(matrix_table(weight)) for weight in plain], plain
+    return [incoming(stored(matrix_table(weight))) for weight in plain], plain
 
 
 def test_merged_rows_are_joined():
@@ -273,6 +280,22 @@ def test_the_loader(tmp_path):
     assert type(found["x.a.bias"]) is torch.Tensor and torch.equal(found["x.a.bias"], plain["a.bias"])
     assert type(found["x.a.weight"]) is IncomingTensor
     assert_same_bits(torch.zeros(64, 64).bfloat16().copy_(found["x.a.weight"]), plain["a.weight"])
+
+
+@pytest.mark.parametrize("part", ["a.weight:slots", "a.bias"])
+def test_damaged_files_are_not_loaded(part, tmp_path):
+    path = tmp_path / "model.safetensors"
+    weight = matrix_table(torch.randn(64, 64).mul(0.02).bfloat16())
+    ibp.save(path, {"a.weight": weight, "a.bias": torch.randn(64)})
+    data = bytearray(path.read_bytes())
+    data[read_header(path).tensors[part].start] ^= 2
+    path.write_bytes(data)
+    loader = object.__new__(vllm_weights.IBPModelLoader)
+    loader._prepare_weights = lambda *args: (str(tmp_path), [str(path)], True)
+    fields = dict.fromkeys(("model_or_path", "subfolder", "revision", "fall_back_to_pt", "allow_patterns_overrides"))
+    with pytest.raises(ibp.ChecksumError, match=f"{path}: block .* is damaged"):
+        for _, tensor in list(loader._get_weights_iterator(types.SimpleNamespace(prefix="", **fields))):
+            joined(notes([(torch.zeros_like(tensor, device="cpu"), tensor)]), torch.zeros(tensor.shape).bfloat16())
 
 
 def test_loaders_without_values():

@@ -72,6 +72,26 @@ def test_pages_without_room_are_kept_until_they_are_stored_anew():
     assert_same_bits(wild, before)
 
 
+@pytest.mark.parametrize("is_raw_before", [False, True])
+@pytest.mark.parametrize("is_raw_after", [False, True])
+def test_a_load_reads_what_was_stored_last(is_raw_before, is_raw_after):
+    """Also if the job that stored it is not reported yet."""
+    wild, tame = blocks_of(40, noise=True), blocks_of(40, 1)
+    layer = torch.cat([wild, tame, torch.zeros_like(wild)])
+    store, pages = store_of([layer], pool_bytes=32 * BLOCK_BYTES), list(range(40))
+    tame_pages = {0: (pages, [page + 40 for page in pages])}
+    store.store(0, tame_pages)  # its codebook is learned from these
+    finish(store, 0)
+    store.store(1, {0: (pages, pages)} if is_raw_before else tame_pages)
+    finish(store, 1)
+    assert bool(store.num_raw_pages) == is_raw_before
+    store.store(2, {0: (pages, pages)} if is_raw_after else tame_pages)
+    store.load(3, {0: (pages, [page + 80 for page in pages])})
+    store.wait()
+    assert [(job, success) for job, success, _ in store.finished()] == [(2, True), (3, True)]
+    assert_same_bits(layer[80:], (layer[:40] if is_raw_after else layer[40:80]))
+
+
 def test_a_job_whose_end_is_interrupted_is_settled_later(monkeypatch):
     """Pages that found no room are copied from their blocks, for which there may be no memory."""
     wild = blocks_of(40, noise=True)

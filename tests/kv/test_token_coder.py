@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import sys
 
 import pytest
 import torch
@@ -82,6 +83,28 @@ def test_a_copy_belongs_to_another_coder():
     history.truncate(0)
     check(copied, raw)
     assert other.devices == [CPU] and copied.num_codebooks == 2
+
+
+def test_a_store_does_not_look_at_all_stores_before_it():
+    """The number of lines of Python that a store runs does not grow."""
+    history, counts = TokenCoder(block=16, window=0, scheme="raw").history(*states(16)), []
+
+    def tracer(frame, event, _):
+        if not frame.f_code.co_filename.endswith("_tokens.py"):
+            return None
+        counts[-1] += event == "line"
+        return tracer
+
+    for _ in range(40):
+        pending = history.encode(*states(16))
+        counts.append(0)
+        sys.settrace(tracer)
+        try:
+            history.store(pending)
+            assert history.original_bytes and not history.is_sparse
+        finally:
+            sys.settrace(None)
+    assert counts[-1] == counts[1] > 10
 
 
 @pytest.mark.parametrize("scheme", ["planes", "raw"])

@@ -98,6 +98,22 @@ def test_results(number, cache_bytes, options, is_transposed):
     assert all("forward" not in vars(layer.experts) for layer in model.layers)
 
 
+def test_a_forward_that_other_code_has_wrapped():
+    """After close() it computes with the module's own weights, not with those of the caches."""
+    model, x = Mixture(), tokens(3)
+    offloaded = offload(model)
+    for layer in model.layers:
+        layer.experts.forward = functools.partial(layer.experts.forward)
+    model(x)
+    offloaded.close()
+    for layer in model.layers:
+        layer.experts.up_proj.zero_()
+    wanted = Mixture()
+    for layer in wanted.layers:
+        layer.experts.up_proj.data.zero_()
+    assert_same_bits(model(x), wanted(x))
+
+
 @pytest.mark.parametrize("cache_bytes", [0, CACHED])
 def test_transforms(cache_bytes):
     """Of torch.func, which may make one tensor of the choices of many calls."""

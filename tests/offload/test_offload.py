@@ -1,5 +1,6 @@
 """`ibp.offload`: models whose weights are streamed, compared by bits with the same models as they were."""
 
+import bisect
 import contextlib
 import copy
 import functools
@@ -24,6 +25,7 @@ from ibp._offload.plan import plan_for, spread
 from ibp._offload.weights import Resting
 from ibp._rows.table import handle_on
 from ibp._tables.weights import WeightCompressor
+from interrupts import interrupt_at
 from models import IDS, WIDTH, Net, Wide
 
 
@@ -663,6 +665,56 @@ def test_errors_inside_a_layer(error, lookahead):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_a_forward_that_other_code_has_wrapped():
+    """It stays, and works after close()."""
+    model, calls = Net(), []
+    wanted, offloaded = model(IDS), offload(model)
+    forward = model.embed.forward
+    assert "forward" in vars(model.embed)
+
+    def wrapped(ids):
+        calls.append(ids)
+        return forward(ids)
+
+    model.embed.forward = wrapped
+    assert_same_bits(model(IDS), wanted)
+    offloaded.close()
+    assert_same_bits(model(IDS), wanted)
+    assert len(calls) == 2
+
+
+def installed(model):
+    """(module, attribute, names or keys of what is there) for all that hooks and other forwards leave in a model."""
+    for name, module in model.named_modules():
+        for attribute, held in vars(module).items():
+            yield name, attribute, tuple(held) if isinstance(held, dict) else None
+
+
+@torch.no_grad()
+def test_interrupted_while_it_is_installed():
+    """Wherever it is, the model is as it was, and can be offloaded."""
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))).eval().bfloat16()
+    ids, before = torch.arange(9), list(installed(model))
+    wanted = model(ids)
+
+    def interrupted(moment):
+        offloaded, interrupts = interrupt_at(moment, None, lambda: offload(model))
+        if offloaded is not None:
+            offloaded.close()
+        return bool(interrupts)
+
+    end = bisect.bisect_left(range(1 << 13), True, key=lambda moment: not interrupted(moment))
+    assert 1000 < end < 1 << 13
+    for moment in (*range(0, end, 53), *range(end - 500, end, 3)):
+        assert interrupted(moment)
+        assert not any(map(is_offloaded, model.parameters())) and list(installed(model)) == before
+    with offload(model):
+        assert any(map(is_offloaded, model.parameters()))
+        assert_same_bits(model(ids), wanted)
+    assert_same_bits(model(ids), wanted)
+
+
 def test_removed_after_an_interrupt():
     """What an interrupted call had in use is no longer; what a call of this moment has is."""
     model = Net()

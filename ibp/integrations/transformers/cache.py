@@ -97,16 +97,19 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self._forget()
         super().__init__()
 
+    # The tokens of the layer are those of the first `_num_blocks` blocks of the history, followed by the raw ones. Both
+    # are replaced in one statement, so that an interrupted call loses no token and has none twice. Such a call may
+    # leave more blocks in the history.
+    history: ibp.kv.TokenHistory | None
+    raw: tuple[torch.Tensor, ...]
+    _num_blocks: int
+    last_query: int
+    _pending: Any  # a result of `TokenHistory.encode`: blocks that are being coded; or None
+    _fetch: Any  # a result of `TokenHistory.fetch`: tokens that are decoded for the next update; or None
+
     def _forget(self) -> None:
-        # The tokens of the layer are those of the first `_num_blocks` blocks of the history, followed by the raw ones.
-        # Both are replaced in one statement, so that an interrupted call loses no token and has none twice. Such a call
-        # may leave more blocks in the history.
-        self.history: ibp.kv.TokenHistory | None = None
-        self.raw: tuple[torch.Tensor, ...] = ()
-        self._num_blocks = 0
-        self.last_query = 0
-        self._pending: Any = None  # a result of `TokenHistory.encode`: blocks that are being coded
-        self._fetch: Any = None  # a result of `TokenHistory.fetch`: tokens that are decoded for the next update
+        self._fetch, self.last_query = None, 0
+        self.history, self.raw, self._num_blocks, self._pending, self.is_initialized = None, (), 0, None, False
 
     # ---- contents ----
 
@@ -230,7 +233,6 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def reset(self) -> None:
         """Forgets all tokens and codebooks."""
         self._forget()
-        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens. tokens_to_remove: 0, or minus the number of tokens to remove.
@@ -254,9 +256,10 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
                 history.truncate(num_blocks)
             self._code_anew_if_sparse()
         else:
-            self.raw = tuple(tail[..., : num_left - num_coded, :] for tail in self.raw)
-        if self._pending is not None and self._pending.num_blocks * self._coder.block > self._num_raw():
-            self._pending = None
+            raw, pending = tuple(tail[..., : num_left - num_coded, :] for tail in self.raw), self._pending
+            if pending is not None and pending.num_blocks * self._coder.block > num_left - num_coded:
+                pending = None
+            self._pending, self.raw = pending, raw
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorders the sequences: sequence b becomes the former sequence beam_idx[b]. The coded bytes do not change;
@@ -277,10 +280,13 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
     def _take(self, sequences: torch.Tensor) -> None:
         self._fetch = None
-        self.raw = tuple(tail.index_select(0, sequences) for tail in self.raw)
-        for held in (self.history, self._pending):
+        raw = tuple(tail.index_select(0, sequences) for tail in self.raw)
+        history, pending = copy.copy(self.history), copy.copy(self._pending)
+        for held in (history, pending):
             if held is not None:
                 held.take(sequences)
+        # In one statement, so that an interrupted call has reordered all tokens or none.
+        self.raw, self.history, self._pending = raw, history, pending
 
     def _code_anew_if_sparse(self) -> None:
         """If fewer than half of the coded tokens belong to present sequences (`TokenHistory.is_sparse`), decodes the

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import ibp
 
 from ...adapters import ExpertTables, compress_matrix, join
-from ...checkpoints import coded_name, is_coded
+from ...checkpoints import SourceTensor, coded_name, is_coded
 from ..shared import METHOD, CodingFields, check_engine
 
 try:
@@ -268,9 +268,9 @@ def _writes(function: Any) -> bool:
 # ---- tables of a coded checkpoint ----
 
 
-def incoming(table: ibp.CompressedTensor) -> IncomingTensor:
-    """Returns a tensor that represents a table of a checkpoint and can be passed to weight loaders."""
-    return IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype)
+def incoming(tensor: SourceTensor) -> IncomingTensor:
+    """Returns a tensor that represents a coded tensor of a checkpoint and can be passed to weight loaders."""
+    return IncomingTensor.of(CodedOrigin(tensor), tensor.shape, tensor.dtype)
 
 
 class CodedOrigin:
@@ -278,9 +278,16 @@ class CodedOrigin:
     `copy` only adds the part to the list `noted`. At other times, `copy` decodes the part on the target's device and
     writes the values to the target."""
 
-    def __init__(self, table: ibp.CompressedTensor) -> None:
-        self.table = table
-        self._near = table
+    def __init__(self, tensor: SourceTensor) -> None:
+        self._tensor = tensor
+        self._near: ibp.CompressedTensor | None = None  # the table on the device that has decoded it last
+
+    @functools.cached_property
+    def table(self) -> ibp.CompressedTensor:
+        """The table, whose checksums are compared when it is first asked for."""
+        table = self._tensor.table
+        assert table is not None
+        return table
 
     def copy(self, source: IncomingTensor, target: torch.Tensor) -> None:
         parts = noted.get()
@@ -305,7 +312,7 @@ class CodedOrigin:
             cut = join([(self.table, first, last)], device)
             if cut is not None:
                 return cut.decompress(check=True)
-        if self._near.device != device:
+        if self._near is None or self._near.device != device:
             self._near = self.table.to(device)
         return self._near.decompress_items(first, last, check=True)
 
@@ -621,6 +628,9 @@ class IBPModelLoader(DefaultModelLoader):
     A coded layer uses the coded rows of the files without decoding them if two conditions hold: `save_coded` wrote them
     in a form that `ibp.linear` can multiply by, and all weights of a merged layer have the same codebook. Other tables
     are copied to the GPU in coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
+
+    The checksums of a coded tensor are compared when a rank first uses a part of it. Tensors that only other ranks use
+    are not read. Damaged bytes raise `ibp.ChecksumError`.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -641,7 +651,7 @@ class IBPModelLoader(DefaultModelLoader):
             return
         indices = [os.path.join(folder, f"{name}.index.json") for name in (coded_name(_WEIGHTS), _WEIGHTS)]
         for path in list(filter(os.path.exists, indices))[:1] or files:
-            with ibp.checkpoints.open(path) as opened:
-                for name, tensor in opened.tensors.items():
-                    table = tensor.table
-                    yield source.prefix + name, tensor.tensor() if table is None else incoming(table)
+            # The file is not closed here, because tables are verified when they are first used, which may be later. It
+            # is closed when its last tensor has been freed.
+            for name, tensor in ibp.checkpoints.open(path, verify=True).tensors.items():
+                yield source.prefix + name, tensor.tensor() if tensor.make_table is None else incoming(tensor)
