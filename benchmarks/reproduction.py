@@ -682,7 +682,7 @@ IBP = (
     ),
     Row(
         "Figure 8; headline",
-        "training of GraphSAGE; a random graph of 2.4 million nodes, without DGL's loader and Legion",
+        "training of GraphSAGE; a random graph of 2.4 million nodes, without Legion",
         "gnn.py",
         "56 % faster than DGL, 74 % than Legion on average",
         graph_gains,
@@ -715,7 +715,7 @@ IBP = (
     ),
     Row(
         "Figure 12",
-        "fetches of InfiniGen, which is not run itself, with the KV-cache in the CPU's memory; 10 % of random rows",
+        "fetches of InfiniGen with the KV-cache in the CPU's memory, 10 % of random rows; its fork itself with random weights",
         "kv_rows.py",
         "up to 37 % less time for KV transfers, 2 % by compression; 27 % for requests; FP16",
         cache_rows,
