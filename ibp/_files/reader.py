@@ -159,7 +159,10 @@ class OpenFile:
             raise FileFormatError(
                 f"{self.path} was cut while it was read, or cannot be read at byte {start} and after it"
             )
-        return memoryview(pages)[start : start + num_bytes]
+        try:
+            return memoryview(pages)[start : start + num_bytes]
+        except BufferError as error:  # pybind11 tells in this way that it has no memory for the view
+            raise MemoryError("there is no memory for a view of a mapped file") from error
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns bytes of the file as a mapped tensor, uint8 [num_bytes]. Callers may write to the tensor: the system
