@@ -630,7 +630,7 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
 {
     const ibp_table &t = made.table;
     const auto item_bytes = static_cast<size_t>(t.item_bytes), num_items = static_cast<size_t>(t.num_items);
-    const size_t count = chance(3) ? 0 : 1 + below(std::min<size_t>(80, std::max<size_t>(30000 / item_bytes, 10)));
+    const size_t count = chance(3) ? 0 : 1 + below(std::min<size_t>(80, std::max<size_t>(30000 / item_bytes, 4)));
     Array<Id> ids(count);
     const bool in_order = chance(20);
     for (size_t k = 0; k < count; k++) {
