@@ -592,7 +592,7 @@ size_t spread(size_t out_items, size_t item_bytes, ibp_ids *ids)
     std::vector<uint32_t> order(ids->num_dims);
     for (uint32_t d = 0; d < ids->num_dims; d++) order[d] = d;
     std::shuffle(order.begin(), order.end(), generator);
-    const int64_t gap = pick({0, 1, 16, 48});
+    const int64_t gap = pick({0, 1, 8, 16, 48});
     int64_t end = static_cast<int64_t>(item_bytes);
     for (const uint32_t d : order) {
         ids->strides[d] = end + gap;
