@@ -1,6 +1,6 @@
 /* emulated_simt.cpp - fibers, and what makes them a block of warps. No kernel is here: this file is optimised, and not
- * sanitized itself. SIMT_ASAN: the kernels have the address sanitizer, which is told of the fibers' stacks and of shared
- * memory. Races (emulated_races.cpp) are then not looked for. */
+ * sanitized itself. SIMT_ASAN: the kernels have the address sanitizer, which is told of the fibers' stacks and of
+ * shared memory. Races (emulated_races.cpp) are then not looked for. */
 #include "emulated_simt.h"
 
 #include <sys/mman.h>
