@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("fast")
 # set at most SAME_TIMER seconds ago serves the next test, too.
 MOST_OF_A_TEST, MOST_OF_THE_EXIT, SAME_TIMER = 1200, 120, 60
 
+LONGEST = ("tests/cuda/test_emulated_", "tests/core/test_c_core.py::test_c_core", "tests/core/test_sanitized.py")
 HAS_GPU = torch.cuda.is_available()
 
 
@@ -58,8 +59,9 @@ def pytest_collection_modifyitems(items):
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
-    # Tests that compile for minutes come first, so that other processes can run the other tests meanwhile.
-    items.sort(key=lambda item: "test_emulated_kernels" not in item.nodeid)
+    # Tests that compile, or run one program, for longest come first, so that other processes can run the other tests
+    # meanwhile.
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_collection_finish():

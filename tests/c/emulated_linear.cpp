@@ -50,7 +50,6 @@ struct Matrix {
     Bytes weights;
     ibp_codebook codebook = {};
 
-    static uint32_t some_rows() { return 16 + static_cast<uint32_t>(below(pick({30u, 30u, 300u}))); }
     Matrix(uint32_t num_rows, uint32_t num_columns)
         : rows(num_rows), columns(num_columns), first_symbol(pick({0u, 100u, 112u, 239u})),
           weights(size_t{2} * rows * columns)
@@ -280,9 +279,8 @@ void check_weights(Operand &operand, bool is_damaged, uint64_t number)
                "other weights", number);
 }
 
-void check(Operands &operands, uint64_t number)
+void check(Operands &operands, uint32_t vectors, uint64_t number)
 {
-    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u, 140u})));
     const Vectors kind = pick({kOrdinary, kOneHot, kNotFinite});
     const bool is_damaged = chance(20);
     const uint32_t columns = operands[0]->m.columns;
@@ -410,12 +408,16 @@ void run_case(uint64_t number)
         return check_groups(number);
     }
     Operands operands;
-    const uint32_t rows = Matrix::some_rows(), most = (rows < 64 ? 2304 : 384) / 32,
-                   columns = 32 * (1 + static_cast<uint32_t>(below(most)));
+    /* Some matrices have so many tiles that a block takes three. A tile of more than 64 vectors takes long: seven steps
+     * of 128 columns are enough to fill its stages twice. */
+    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u, 140u})));
+    const uint32_t rows = 16 + static_cast<uint32_t>(below(pick({30u, 30u, vectors > 64 ? 300u : 500u})));
+    const uint32_t most = (rows >= 64 ? 384 : vectors > 64 ? 896 : 2304) / 32;
+    const uint32_t columns = 32 * (1 + static_cast<uint32_t>(below(most)));
     operands.push_back(std::make_unique<Operand>(rows, columns));
     for (uint32_t i = pick({1u, 1u, 2u, 3u, 4u}); i > 1; i--)
         operands.push_back(std::make_unique<Operand>(16 + static_cast<uint32_t>(below(70)), columns));
-    check(operands, number);
+    check(operands, vectors, number);
 }
 
 void check_refusals()

@@ -1,23 +1,17 @@
-/* emulated_simt.cpp - fibers, and what makes them a block of warps. */
+/* emulated_simt.cpp - fibers, and what makes them a block of warps. No kernel is here: this file is optimised, and not
+ * sanitized itself. SIMT_ASAN: the kernels have the address sanitizer, which is told of the fibers' stacks and of
+ * shared memory. Races (emulated_races.cpp) are then not looked for. */
 #include "emulated_simt.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define HAS_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define HAS_ASAN 1
-#endif
-#endif
-
-#ifdef HAS_ASAN
+#ifdef SIMT_ASAN
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #else
-#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
-#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+static void __asan_poison_memory_region(const void *, size_t) {}
+static void __asan_unpoison_memory_region(const void *, size_t) {}
 static void __sanitizer_start_switch_fiber(void **, const void *, size_t) {}
 static void __sanitizer_finish_switch_fiber(void *, const void **, size_t *) {}
 static void __sanitizer_print_stack_trace() {}
@@ -278,7 +272,9 @@ static void forget_touches(size_t shared_bytes)
 {
     memset(seen, 0, sizeof seen);
     regions[0].begin = reinterpret_cast<uintptr_t>(ibp::shared), regions[0].end = regions[0].begin + shared_bytes;
+#ifndef SIMT_ASAN
     for (Region &region : regions) region.of_byte.assign(region.end - region.begin, {});
+#endif
 }
 
 static void order_warps(const std::vector<uint32_t> &warps)
@@ -379,7 +375,8 @@ static void complete(uint32_t first)
             const Fiber &other = warp[i];
             if (!(mine.mask >> i & 1u)) continue;
             whole = whole && other.state == State::waits && other.kind == mine.kind && other.mask == mine.mask &&
-                    other.line == mine.line && strcmp(other.file, mine.file) == 0 && other.place == mine.place;
+                    other.line == mine.line && other.place == mine.place &&
+                    (other.file == mine.file || strcmp(other.file, mine.file) == 0);
             if (whole && is_barrier(mine) && (other.argument != mine.argument || other.width != mine.width))
                 whole = false;
         }
@@ -388,12 +385,14 @@ static void complete(uint32_t first)
         if (is_barrier(mine)) return arrive(first);
         const uint32_t mask = mine.mask;
         if (mine.kind == Kind::sync) order_warps({first / kWarp});
+        const bool shuffles = mine.kind >= Kind::shfl && mine.kind <= Kind::shfl_xor,
+                   is_own = shuffles || mine.kind == Kind::match_any; /* each lane's result */
+        const uint64_t result = is_own ? 0 : result_of(warp, lane, mask);
         for (uint32_t i = 0; i < kWarp; i++) {
             if (!(mask >> i & 1u)) continue;
-            const bool shuffles = warp[i].kind >= Kind::shfl && warp[i].kind <= Kind::shfl_xor;
             if (shuffles && !(mask >> source_of(warp[i], i) & 1u))
                 give_up("a shuffle from a lane that takes no part", first, first + kWarp);
-            warp[i].result = result_of(warp, i, mask);
+            warp[i].result = is_own ? result_of(warp, i, mask) : result;
         }
         for (uint32_t i = 0; i < kWarp; i++)
             if (mask >> i & 1u) warp[i].state = State::ready;
@@ -404,7 +403,7 @@ static void complete(uint32_t first)
 
 /* What tells the place of a collective in the program from others: the calls that lead to it. Frame pointers link the
  * callers' frames; the first function of a fiber has a caller with none. */
-__attribute__((no_sanitize("address", "undefined"))) static uint64_t place_of(const uintptr_t *frame)
+static uint64_t place_of(const uintptr_t *frame)
 {
     uint64_t place = 0;
     for (; frame != nullptr; frame = reinterpret_cast<const uintptr_t *>(frame[0]))
@@ -483,7 +482,7 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
     kernel = &body;
     gridDim = {num_blocks, 1, 1}, blockDim = {num_threads, 1, 1};
     uint8_t *const memory = reinterpret_cast<uint8_t *>(ibp::shared);
-    ASAN_POISON_MEMORY_REGION(memory + shared_bytes, ibp::kSharedBytes - shared_bytes);
+    __asan_poison_memory_region(memory + shared_bytes, ibp::kSharedBytes - shared_bytes);
     uint64_t steps = 0;
     for (uint32_t block = 0; block < num_blocks; block++) {
         blockIdx = {block, 0, 0};
@@ -492,7 +491,7 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
         forget_touches(shared_bytes);
         run_block(steps);
     }
-    ASAN_UNPOISON_MEMORY_REGION(memory + shared_bytes, ibp::kSharedBytes - shared_bytes);
+    __asan_unpoison_memory_region(memory + shared_bytes, ibp::kSharedBytes - shared_bytes);
     watch(nullptr, 0);
 }
 

@@ -379,7 +379,7 @@ Made make_table(const std::string &scheme, Codebook book)
     ibp_table &t = made.table;
     t.codebook = made.book.codebook;
     const int64_t most_bytes = std::min<int64_t>(
-        200 * int64_t{row_bytes}, std::max<int64_t>(chance(10) ? 200000 : 60000, 8 * int64_t{row_bytes}));
+        200 * int64_t{row_bytes}, std::max<int64_t>(chance(10) ? 100000 : 30000, 8 * int64_t{row_bytes}));
     const int64_t most_rows = std::max<int64_t>(most_bytes / row_bytes, 1);
     const int64_t tensor_bytes = (1 + static_cast<int64_t>(below(static_cast<uint64_t>(most_rows)))) * row_bytes -
                                  (chance(50) ? static_cast<int64_t>(below(row_bytes)) : 0);
@@ -592,7 +592,7 @@ size_t spread(size_t out_items, size_t item_bytes, ibp_ids *ids)
     std::vector<uint32_t> order(ids->num_dims);
     for (uint32_t d = 0; d < ids->num_dims; d++) order[d] = d;
     std::shuffle(order.begin(), order.end(), generator);
-    const int64_t gap = pick({0, 1, 16, 48});
+    const int64_t gap = pick({0, 1, 8, 16, 48});
     int64_t end = static_cast<int64_t>(item_bytes);
     for (const uint32_t d : order) {
         ids->strides[d] = end + gap;
@@ -630,7 +630,7 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
 {
     const ibp_table &t = made.table;
     const auto item_bytes = static_cast<size_t>(t.item_bytes), num_items = static_cast<size_t>(t.num_items);
-    const size_t count = chance(3) ? 0 : 1 + below(std::min<size_t>(80, std::max<size_t>(60000 / item_bytes, 10)));
+    const size_t count = chance(3) ? 0 : 1 + below(std::min<size_t>(80, std::max<size_t>(30000 / item_bytes, 4)));
     Array<Id> ids(count);
     const bool in_order = chance(20);
     for (size_t k = 0; k < count; k++) {

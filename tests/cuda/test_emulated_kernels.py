@@ -27,14 +27,16 @@ pytestmark = pytest.mark.slow  # compiling the kernels takes a minute
 # Sources in csrc/cuda.
 KERNELS = ("linear/bags.cu", "cache/*.cu", "decode/*.cu", "encode/*.cu", "rows/analysis.cu", "rows/index.cu")
 # A collective is told from others by the calls that lead to it, which are found by frame pointers.
-COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"]
+COMMON = ["-g1", "-fno-strict-aliasing", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"]
 # gcc compiles the checks of addresses in two thirds of the time if they are calls.
 CALLS = [] if "clang" in version_of(cxx_compiler()[0]) else ["--param=asan-instrumentation-with-call-threshold=0"]
 # Pointers of corrupt tables are computed before they are checked, as numbers. What reads or writes through a null
 # pointer ends by a signal; to look for it at each access takes a third of the time of compiling.
-FLAGS = [*COMMON, *SANITIZE, "-fno-sanitize=pointer-overflow,null", *CALLS]
+FLAGS = ["-O0", *COMMON, *SANITIZE, "-fno-sanitize=pointer-overflow,null", *CALLS]
+# For kernels that run for longer than it takes to compile them.
+OPTIMISED_FLAGS = ["-O1", *FLAGS[1:]]
 # Accesses of the kernels are looked at by tests/c/emulated_races.cpp instead; addresses as addr2line wants them.
-RACE_FLAGS = [*COMMON, "-fno-pie"]
+RACE_FLAGS = ["-O0", *COMMON, "-fno-pie"]
 
 
 def translate(text):
@@ -51,8 +53,17 @@ def emulated(directory):
     return [*command, "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-attributes", "-Wno-maybe-uninitialized"]
 
 
+def machine(looks_for_races=False):
+    """The commands and sources of what runs the lanes. They hold no kernel: they are optimised, and not sanitized."""
+    command = [*emulated(KEPT / "emulated"), "-O2", *COMMON]
+    if looks_for_races:
+        return [([*command, "-fno-pie"], TESTS / f"emulated_{name}.cpp") for name in ("simt", "races")]
+    return [([*command, "-DSIMT_ASAN"], TESTS / "emulated_simt.cpp")]
+
+
 def build(flags, program="tables", kernels=KERNELS):
-    """A program, tests/c/emulated_{program}.cpp, for kernels in csrc/cuda, compiled with FLAGS or RACE_FLAGS."""
+    """A program, tests/c/emulated_{program}.cpp, for kernels in csrc/cuda, compiled with flags: FLAGS, OPTIMISED_FLAGS
+    or RACE_FLAGS."""
     sources = [path for pattern in kernels for path in sorted((CSRC / "cuda").glob(pattern))]
     sources.sort(key=lambda path: not path.name.startswith("listed"))  # what takes longest to compile is begun first
     translated = {}
@@ -62,13 +73,11 @@ def build(flags, program="tables", kernels=KERNELS):
     looks_for_races = flags is RACE_FLAGS
     command = [*emulated(KEPT / "emulated"), *flags]
     of_kernels = [*command, "-fsanitize=thread"] if looks_for_races else command
-    # What runs the lanes holds no kernel, and may be optimised.
-    machine = ("simt", "races") if looks_for_races else ("simt",)
     objects = compiled(
         [
             *((of_kernels, translated[path]) for path in sources),
             (command, TESTS / f"emulated_{program}.cpp"),
-            *(([*command, "-O1"], TESTS / f"emulated_{name}.cpp") for name in machine),
+            *machine(looks_for_races),
         ]
     )
     core = core_objects(PLAIN if looks_for_races else SANITIZED)
@@ -108,9 +117,7 @@ def test_changing_arrays():
 @pytest.fixture(scope="module")
 def faults():
     command = [*emulated(KEPT / "emulated"), *FLAGS]
-    return linked(
-        [*cxx_compiler(), *FLAGS], compiled([(command, TESTS / f"emulated_{name}.cpp") for name in ("faults", "simt")])
-    )
+    return linked([*cxx_compiler(), *FLAGS], compiled([(command, TESTS / "emulated_faults.cpp"), *machine()]))
 
 
 @pytest.mark.parametrize("kernel", ["exchanges", "barriers", "numbers"])

@@ -45,9 +45,26 @@ def run(code):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_former_names_of_modules():
-    """Options of engines, imports and pickles name them: both names are one module."""
+def test_modules_of_a_package_and_their_former_names():
+    """A package has its modules and some of their names. They are imported when they are first asked for. Options of
+    engines, imports and pickles name the modules by former names, too: both names are one module."""
     run("""
+import sys
+from ibp.integrations import sglang, vllm
+loaded = [name for name in sys.modules if name.startswith(("ibp.integrations.vllm.", "ibp.integrations.sglang."))]
+assert loaded == [], loaded
+assert vllm.IBPOffloadingSpec.__module__ == vllm.IBPOffloadingWorker.__module__ == "ibp.integrations.vllm.offloading"
+assert sglang.IBPHiCacheStorage.__module__ == "ibp.integrations.sglang.storage"
+for package, name in ((vllm, "tiers"), (vllm, "weights"), (vllm, "sync"), (sglang, "pool")):
+    assert f"{package.__name__}.{name}" not in sys.modules
+    assert getattr(package, name) is sys.modules[f"{package.__name__}.{name}"]
+try:
+    vllm.none
+except AttributeError as error:
+    assert str(error) == "module 'ibp.integrations.vllm' has no attribute 'none'", error
+else:
+    raise AssertionError("it has any name")
+
 import importlib, pickle
 for old, new, name in (
     ("vllm_tiers", "vllm.tiers", b"IBPSecondaryTier"),
@@ -59,28 +76,8 @@ for old, new, name in (
     assert former is module and module.__name__ == "ibp.integrations." + new
     assert pickle.loads(b"cibp.integrations." + old.encode() + b"\\n" + name + b"\\n.") is vars(module)[name.decode()]
 from ibp.integrations.vllm_weights import register
-from ibp.integrations import vllm, vllm_sync
+from ibp.integrations import vllm_sync
 assert vllm_sync is vllm.sync and register is vllm.weights.register
-""")
-
-
-def test_modules_of_a_package():
-    """A package has its modules and some of their names. They are imported when they are first asked for."""
-    run("""
-import sys
-from ibp.integrations import sglang, vllm
-loaded = [name for name in sys.modules if name.startswith(("ibp.integrations.vllm.", "ibp.integrations.sglang."))]
-assert loaded == [], loaded
-assert vllm.IBPOffloadingSpec.__module__ == vllm.IBPOffloadingWorker.__module__ == "ibp.integrations.vllm.offloading"
-assert sglang.IBPHiCacheStorage.__module__ == "ibp.integrations.sglang.storage"
-for package, name in ((vllm, "tiers"), (vllm, "weights"), (vllm, "sync"), (sglang, "pool")):
-    assert getattr(package, name) is sys.modules[f"{package.__name__}.{name}"]
-try:
-    vllm.none
-except AttributeError as error:
-    assert str(error) == "module 'ibp.integrations.vllm' has no attribute 'none'", error
-else:
-    raise AssertionError("it has any name")
 """)
 
 

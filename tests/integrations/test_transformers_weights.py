@@ -313,9 +313,9 @@ def test_a_saved_model_says_what_was_coded(llama, tmp_path, options):
 IMPORTS = """
 import sys, {first}
 import torch, transformers
-folder, ids = sys.argv[1], torch.arange(12)[None]
+(to, *folders), ids = sys.argv[1:], torch.arange(12)[None]
 load = transformers.AutoModelForCausalLM.from_pretrained
-if "ibp" not in sys.modules:
+for folder in folders if "ibp" not in sys.modules else ():
     try:
         load(folder)
     except OSError as error:
@@ -324,24 +324,27 @@ if "ibp" not in sys.modules:
         raise AssertionError("loaded without ibp")
 import ibp
 assert not {is_lazy} or "ibp.integrations.transformers.weights" not in sys.modules
-torch.save(load(folder)(ids).logits, sys.argv[2])
+torch.save([load(folder)(ids).logits for folder in folders], to)
 """
 
 
-@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("first", ["transformers", pytest.param("ibp", marks=pytest.mark.slow)])
-def test_coded_directories_load_where_ibp_is_imported_and_nowhere_else(llama, tmp_path, first, coded):
+@pytest.mark.parametrize(
+    "first, names",
+    [("transformers", ["files", "coded"]), pytest.param("ibp", ["coded", "files"], marks=pytest.mark.slow)],
+)
+def test_coded_directories_load_where_ibp_is_imported_and_nowhere_else(llama, tmp_path, first, names):
+    """Whether the files are compressed or the modules coded. What is loaded first is another one in each order of
+    imports."""
     folder, plain = llama
-    if coded:
-        save_coded(load(folder, IbpConfig(min_bytes=LEAST)), tmp_path / "small")
-    else:
-        ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
+    save_coded(load(folder, IbpConfig(min_bytes=LEAST)), tmp_path / "coded")
+    ibp.checkpoints.compress(folder, f"{tmp_path}/files/", device="cpu")
     script = IMPORTS.format(first=first, is_lazy=first == "ibp")
-    command = [sys.executable, "-c", script, tmp_path / "small", tmp_path / "logits.pt"]
+    command = [sys.executable, "-c", script, "logits.pt", *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
-        assert_same_bits(torch.load(tmp_path / "logits.pt"), plain(torch.arange(12)[None]).logits)
+        for logits in torch.load(tmp_path / "logits.pt"):
+            assert_same_bits(logits, plain(torch.arange(12)[None]).logits)
 
 
 def test_names_that_coded_weights_are_found_by(llama, tmp_path):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from counted import calls_of
-from helpers import assert_same_bits, embedding, in_threads
+from helpers import assert_same_bits, embedding, in_threads, pairwise
 from ibp._offload.plan import plan_for
 
 WIDTH, INNER, EXPERTS, CHOICES, LAYERS = 256, 128, 8, 2, 3
@@ -80,10 +80,11 @@ def tokens(number):
 # ---- the same results ----
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 5, 40])
-@pytest.mark.parametrize("cache_bytes", [0, CACHED])
-@pytest.mark.parametrize("options", [{}, {"min_bytes": 2000}, {"scheme": "raw"}], ids=str)
-@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(
+    "number, cache_bytes, options, is_transposed",
+    pairwise([0, 1, 2, 5, 40], [0, CACHED], [{}, {"min_bytes": 2000}, {"scheme": "raw"}], [False, True]),
+    ids=str,
+)
 def test_results(number, cache_bytes, options, is_transposed):
     model, x = Mixture(is_transposed=is_transposed), tokens(number)
     wanted, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}

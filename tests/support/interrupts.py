@@ -1,5 +1,6 @@
 """Raises an interrupt, like Ctrl-C, at any moment of a call."""
 
+import gc
 import itertools
 import os
 import sys
@@ -62,6 +63,13 @@ def interrupt_at(moment, then, call):
     finally:
         sys.settrace(None)
         sys.setprofile(None)
+
+
+def exempt_what_lives():
+    """Exempts what lives now from garbage collection. Tests that collect garbage after each of many interrupts call
+    this first: otherwise they look at all modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def assert_kept(table, x, before):
