@@ -113,9 +113,9 @@ class MappedPages {
         pinned_in_ = getpid();
     }
 
-    // Reads num_bytes bytes of the buffer, beginning with byte `start`, into memory. Returns false if the file no longer
-    // has them, or if the system cannot read them; the system would end a process that used them. Linux before 5.14
-    // cannot tell, and the result is true.
+    // Reads num_bytes bytes of the buffer, beginning with byte `start`, into memory. Returns false if the file no
+    // longer has them, or if the system cannot read them; the system would end a process that used them. Linux before
+    // 5.14 cannot tell, and the result is true.
     bool load(size_t start, size_t num_bytes) const
     {
         const size_t first = skipped_bytes_ + start, end = first + num_bytes;

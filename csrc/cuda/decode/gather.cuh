@@ -45,7 +45,7 @@ template <class G> struct Turns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     static constexpr bool kMayClaim = G::kWarps == 1;
     // step: number of jobs from a turn of this warp to its next one. first: the first job of this turn. i: the lane that
-    // has looked up job `first`. end: the lanes before this one have looked up jobs, unless these are past the last job.
+    // has looked up job `first`. end: the lanes before this one have looked up the jobs of turns that the warp has.
     uint32_t step, first, i = 0, end = kWarp;
 
     static __device__ __forceinline__ bool claims(const Request &request) { return kMayClaim && request.uneven; }
