@@ -33,22 +33,22 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
     return {part, blockIdx.x - first, parts.ends[part] - first};
 }
 
-// Gives turns to a warp, or to a group of several warps. A turn is G::kPerWarp consecutive jobs, one for each group of a
-// warp. Consecutive turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a
+// Gives turns to a warp, or to a group of several warps. A turn is G::kPerWarp consecutive jobs, one for each group of
+// a warp. Consecutive turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a
 // warp look up the jobs of its next turns, one job for each lane.
 //
 // Turns are divided equally in advance: they go to warps in rounds, and in each round every warp takes one turn. If the
-// request is uneven, its rows take unequal time. Then each block has an equal share of all turns, and a warp that has no
-// turns left claims consecutive turns of its block. It claims about half of what would be its equal share of the turns
-// that are left, so that all warps end at about the same time. A launch of an uneven request has no other request.
+// request is uneven, its rows take unequal time. Then each block has an equal share of all turns, and a warp that has
+// no turns left claims consecutive turns of its block. It claims about half of what would be its equal share of the
+// turns that are left, so that all warps end at about the same time. A launch of an uneven request has no other
+// request.
 template <class G> struct Turns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
-    static constexpr bool kMayClaim = G::kWarps == 1;
-    // step: number of jobs from a turn of this warp to its next one. first: the first job of this turn. i: the lane that
-    // has looked up job `first`. end: the lanes before this one have looked up the jobs of turns that the warp has.
+    // step: number of jobs from a turn of this warp to its next one. first: the first job of this turn. i: the lane
+    // that has looked up job `first`. end: the lanes before this one have looked up the jobs of the warp's turns.
     uint32_t step, first, i = 0, end = kWarp;
 
-    static __device__ __forceinline__ bool claims(const Request &request) { return kMayClaim && request.uneven; }
+    static __device__ __forceinline__ bool claims(const Request &request) { return G::kWarps == 1 && request.uneven; }
     // The number of the block's turns that warps have claimed.
     static __device__ __forceinline__ uint32_t *taken()
     {
