@@ -51,6 +51,7 @@ from .._files import (
 )
 from ._other_files import open_npy, open_npz, open_torch, write_npy, write_npz, write_torch
 from ._source import (
+    BLOCK_BYTES,
     NotTensorsError,
     Pieces,
     Source,
@@ -342,7 +343,7 @@ class Conversion:
         name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
         files = _shown_files(source, None if self._is_in_place else target)
         if self._is_in_place:
-            files = _without_results(source, files, name_of)
+            files = _without_results(source, files, name_of, verify)
         tensors, others = _contents_of(source, files, stack, verify)
         self.sources: dict[Path, Source] = {}
         self.sets: set[Path] = set()
@@ -498,16 +499,39 @@ def _contents_of(
     return tensors, [path for path in files if path not in parts.union(tensors)]
 
 
-def _without_results(folder: Path, files: list[Path], name_of: Callable[[str], str]) -> list[Path]:
+def _without_results(folder: Path, files: list[Path], name_of: Callable[[str], str], verify: bool) -> list[Path]:
     """Returns the files of a folder that is converted in place, without the results of a conversion that was
     interrupted before it removed the files that it had converted. The next conversion converts these files again.
-    Results are files, sets, and files of a set that has no index yet. name_of: returns the name of the result for the
-    name of a file."""
-    names = [path.with_name(path.name.removesuffix(INDEX_SUFFIX)) for path in _units_of(folder, files)[0]]
-    made = {name.with_name(name_of(name.name)) for name in names if name_of(name.name) != name.name}
-    results = {path for name in made.intersection(names) for path in _files_of(folder / name)}
-    results |= {folder / file for file in names for name in made if is_of_set(file, name)}
+
+    A result is a file, a set, or a file of a set that has no index yet. Its name follows from the name of the file or
+    set that was converted, which has all of its tensors with the same bytes. So nothing is lost when the result is
+    replaced.
+
+    Args:
+        files: paths within the folder.
+        name_of: returns the name of the result for the name of a file.
+        verify: as in `open_source`.
+    """
+    names = {path: path.with_name(path.name.removesuffix(INDEX_SUFFIX)) for path in _units_of(folder, files)[0]}
+    results: set[Path] = set()
+    for converted, name in names.items():
+        result = name.with_name(name_of(name.name))
+        for path in [path for path in names if result != name and (names[path] == result or is_of_set(path, result))]:
+            with (
+                contextlib.suppress(NotTensorsError),
+                open_source(folder / converted, verify=verify) as source,
+                open_source(folder / path, verify=verify) as copy,
+            ):
+                if all(_is_same(tensor, source.tensors.get(key)) for key, tensor in copy.tensors.items()):
+                    results.update(map(Path, copy.files), [folder / path])
     return [path for path in files if folder / path not in results]
+
+
+def _is_same(one: SourceTensor, other: SourceTensor | None) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bytes."""
+    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(bytes(one.read(*span)) == bytes(other.read(*span)) for span in one.spans(BLOCK_BYTES))
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -252,6 +252,27 @@ def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
     assert_same(dict(sorted(ibp.load(path, device="cpu").items())), dict(sorted(tensors.items())))
 
 
+@pytest.mark.parametrize("change", ["value", "name", "shape"])
+@pytest.mark.parametrize("convert", ["compress", "decompress"])
+def test_a_directory_keeps_other_tensors_beside_those_that_are_converted(tmp_path, convert, change):
+    """Files that are no results of an interrupted conversion, though they have the names of results."""
+    before = {"w": torch.randn(1000, 64).bfloat16(), "b": torch.randn(100)}
+    beside = {**before, "b": before["b"].clone()}
+    if change == "value":
+        beside["b"][-1] += 1
+    elif change == "name":
+        beside["c"] = beside.pop("b")
+    else:
+        beside["b"] = beside["b"].view(10, 10)
+    plain, coded = tmp_path / "model.safetensors", tmp_path / "model.ibp.safetensors"
+    ibp.save(plain, beside if convert == "decompress" else before)
+    ibp.save(coded, {name: ibp.compress(x) for name, x in (before if convert == "decompress" else beside).items()})
+    kept = texts(tmp_path)
+    with pytest.raises(ValueError, match="both plain and coded"):
+        getattr(ibp.checkpoints, convert)(tmp_path, f"{tmp_path}/", force=True)
+    assert texts(tmp_path) == kept
+
+
 def test_a_new_form_takes_the_place_of_the_other(model, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
