@@ -252,6 +252,40 @@ def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
     assert_same(dict(sorted(ibp.load(path, device="cpu").items())), dict(sorted(tensors.items())))
 
 
+@pytest.mark.parametrize("convert", ["compress", "decompress"])
+def test_a_set_whose_removal_was_interrupted(tmp_path, monkeypatch, convert):
+    """The same call again finishes it, wherever it was interrupted."""
+    tensors, unlink = {name: torch.randn(1000, 64).bfloat16() for name in "abc"}, pathlib.Path.unlink
+    for moment in itertools.count():
+        folder, calls = tmp_path / str(moment), itertools.count()
+        folder.mkdir()
+        places = {name: f"model-0000{number}-of-00003.safetensors" for number, name in enumerate(tensors, 1)}
+        for name, file in places.items():
+            ibp.save(folder / file, {name: tensors[name]})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        if convert == "decompress":
+            compress(folder, folder, force=True, shard_bytes=1)
+
+        def interrupted(path, missing_ok=False, folder=folder, calls=calls, moment=moment):
+            if path.parent == folder and next(calls) == moment:
+                raise KeyboardInterrupt
+            unlink(path, missing_ok)
+
+        call = functools.partial(getattr(ibp.checkpoints, convert), folder, f"{folder}/", force=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(pathlib.Path, "unlink", interrupted)
+            try:
+                call()
+                break
+            except KeyboardInterrupt:
+                pass
+        call()
+        assert all((".ibp" in name) == (convert == "compress") for name in texts(folder))
+        with ibp.checkpoints.open(folder) as source:
+            assert_same({name: source.tensors[name].tensor() for name in sorted(source.tensors)}, tensors)
+    assert moment > 4
+
+
 @pytest.mark.parametrize("change", ["value", "name", "shape"])
 @pytest.mark.parametrize("convert", ["compress", "decompress"])
 def test_a_directory_keeps_other_tensors_beside_those_that_are_converted(tmp_path, convert, change):
