@@ -236,6 +236,21 @@ def test_a_file_that_was_cut_after_it_was_mapped(path):
 # ---- checksums ----
 
 
+def test_much_is_verified_piece_by_piece(tmp_path, monkeypatch):
+    """The system need not keep a large tensor in memory until it is hashed."""
+    path, sizes = tmp_path / "large.safetensors", []
+    ibp.save(path, {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
+    loaded = reader.OpenFile.loaded
+    monkeypatch.setattr(reader.OpenFile, "loaded", lambda file, *at: sizes.append(at[1]) or loaded(file, *at))
+    with ibp.checkpoints.open(path, verify=True) as source:
+        x, sizes[:] = source.tensors["x"], []
+        x.read(0, x.num_bytes)
+        assert sum(sizes) >= x.num_bytes and max(sizes) <= 8 << 20
+        sizes.clear()
+        x.read(0, x.num_bytes)
+        assert not sizes
+
+
 @pytest.fixture
 def large(tmp_path):
     """A file of several blocks, and its tensors."""
