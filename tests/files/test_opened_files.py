@@ -223,14 +223,15 @@ def test_a_file_that_was_cut_after_it_was_opened(path):
             file[name]
 
 
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="older systems end the process that reads"
+)
 def test_a_file_that_was_cut_after_it_was_mapped(path):
     """Verifying asks the system whether it can read the bytes: a process that reads what is gone is ended."""
-    file = ibp.open(path)
-    tensor = file["t"]
+    file = ibp.open(path, verify=True)  # maps the file to compare the header
     os.truncate(path, 200)
-    with pytest.raises(ibp.FileFormatError, match="x.safetensors (was cut while it was read|has been cut)"):
+    with pytest.raises(ibp.FileFormatError, match="x.safetensors was cut while it was read"):
         file.verify()
-    assert tensor.shape
 
 
 # ---- checksums ----
