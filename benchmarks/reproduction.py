@@ -715,7 +715,8 @@ IBP = (
     ),
     Row(
         "Figure 12",
-        "fetches of InfiniGen with the KV-cache in the CPU's memory, 10 % of random rows; its fork itself with random weights",
+        "fetches of InfiniGen with the KV-cache in the CPU's memory, 10 % of random rows; its fork itself with random "
+        "weights",
         "kv_rows.py",
         "up to 37 % less time for KV transfers, 2 % by compression; 27 % for requests; FP16",
         cache_rows,
