@@ -321,22 +321,24 @@ class Checks:
         return [(self, run) for run in runs]
 
     def check(self, blocks: range) -> int:
-        """Reads and verifies consecutive blocks, unless they were verified before. Returns their size in bytes. All
-        blocks are read by one call, because threads wait for each other between calls.
+        """Reads and verifies consecutive blocks, unless they were verified before. Returns their size in bytes. Several
+        blocks are read by one call, because threads wait for each other between calls. They have at most _PIECE_BYTES
+        bytes, so that they are still in memory when they are hashed.
 
         Raises:
             ChecksumError: a block does not match its checksum. The message names the block, and the tensors that have
                 bytes in it.
         """
-        if not blocks:
-            return 0
-        start, end = self._bounds(blocks[0])[0], self._bounds(blocks[-1])[1]
-        if not self._is_right[blocks.start : blocks.stop].all():
-            data = self._file.loaded(start, end - start)
-            for block, first in zip(blocks, range(0, end - start, self.block_bytes)):
-                if not self._is_right[block]:
-                    self._compare(block, xxhash.xxh3_64_intdigest(data[first : first + self.block_bytes]))
-        return end - start
+        length, num_bytes = max(1, _PIECE_BYTES // self.block_bytes), 0
+        for run in (blocks[first : first + length] for first in range(0, len(blocks), length)):
+            start, end = self._bounds(run[0])[0], self._bounds(run[-1])[1]
+            if not self._is_right[run.start : run.stop].all():
+                data = self._file.loaded(start, end - start)
+                for block, first in zip(run, range(0, end - start, self.block_bytes)):
+                    if not self._is_right[block]:
+                        self._compare(block, xxhash.xxh3_64_intdigest(data[first : first + self.block_bytes]))
+            num_bytes += end - start
+        return num_bytes
 
     def read_into(self, start: int, data: memoryview) -> None:
         """Reads the file, beginning at byte `start`, until `data` is full, and verifies the blocks that hold these

@@ -172,7 +172,7 @@ class Events:
         fetched = [group for group in groups if not group.stays]
         if fetched:
             self.users[module] = fetched
-            on_calls(module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module))
+            on_calls(module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module), self)
 
     # ---- a module begins ----
 
@@ -357,11 +357,11 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
     for module in plan.lookups:
         weights = plan.held[module]
         if all(weight.table is not None for weight in weights.values()):
-            instead_of_forward(module, looking_up(module, weights))
+            instead_of_forward(module, looking_up(module, weights), events)
     experts = [ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if not group.stays]
     for forward in experts:
-        instead_of_forward(forward.module, forward.call)
-    on_calls(model, events.begin_model, events.end_model)
+        instead_of_forward(forward.module, forward.call, events)
+    on_calls(model, events.begin_model, events.end_model, events)
     if len(plan.devices) > 1:
         within = {part for block in plan.blocks for part in block.modules()}
         outside = [
@@ -371,29 +371,36 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
             and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, CodedModule))
         ]
         for module in (*plan.blocks, *outside):
-            on_moves(module, plan.devices[plan.device_numbers[module]])
+            on_moves(module, plan.devices[plan.device_numbers[module]], events)
     for module, weights in plan.held.items():
         if any(weight.table is not None for weight in weights.values()):
-            on_states(module, weights)
+            on_states(module, weights, events)
     guard_conversions(model)
     return experts
 
 
-def remove_all(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+def remove_all(model: nn.Module, modules: Iterable[nn.Module], events: Events) -> None:
     """Removes what `install` and `Events.install_use` have installed in a model, even if they were interrupted. So it
-    looks for hooks instead of relying on their handles, which an interrupted call may not have got.
+    looks for hooks instead of relying on their handles, which an interrupted call may not have got. Hooks that another
+    `Events` has installed stay.
 
     Args:
         modules: the modules that the model had at the time of `install`.
+        events: what was given to `install`.
     """
+
+    def is_own(hook: Any) -> bool:
+        hook = getattr(hook, "hook", hook)
+        return isinstance(hook, Hook) and hook.owner is events
+
     for module in modules:
         attributes = vars(module)
         for name in _HOOKS:
             hooks = attributes[name]
-            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), Hook)]:
+            for key in [key for key, hook in hooks.items() if is_own(hook)]:
                 for extra in (name, f"{name}_with_kwargs", f"{name}_always_called"):
                     attributes.get(extra, {}).pop(key, None)
-        if isinstance(attributes.get("forward"), Hook):
+        if is_own(attributes.get("forward")):
             del attributes["forward"]
         if attributes.get("__prepare_scriptable__") is _refuse_script:
             del attributes["__prepare_scriptable__"]
@@ -413,26 +420,32 @@ _HOOKS = (
 
 class Hook(functools.partial[Any]):
     """A closure in a module of an offloaded model. It refuses to be copied or pickled with the module, because the copy
-    would act on the original model."""
+    would act on the original model. owner: the `Events` of the model."""
 
+    owner: Events
     __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
 
+    def __new__(cls, function: Callable[..., Any], owner: Events) -> Hook:
+        hook = super().__new__(cls, function)
+        hook.owner = owner
+        return hook
 
-def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> None:
+
+def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None], owner: Events) -> None:
     """Installs hooks that call `begin` before each call of a module, and `end` after it, even if the call raises an
     exception. torch.compile traces neither function."""
     vars(module)["__prepare_scriptable__"] = _refuse_script
-    module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True)
-    module.register_forward_hook(Hook(outside_of_graphs(end)), always_call=True)
+    module.register_forward_pre_hook(Hook(outside_of_graphs(begin), owner), prepend=True)
+    module.register_forward_hook(Hook(outside_of_graphs(end), owner), always_call=True)
 
 
-def on_moves(module: nn.Module, device: torch.device) -> None:
+def on_moves(module: nn.Module, device: torch.device, owner: Events) -> None:
     """Makes each call of a module move its arguments to a device first."""
 
     def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return moved(args, device), moved(kwargs, device)
 
-    module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(Hook(before, owner), prepend=True, with_kwargs=True)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -448,7 +461,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> None:
+def on_states(module: nn.Module, weights: Mapping[str, Weight], owner: Events) -> None:
     """Makes `state_dict()` of a module return the values of its offloaded weights, and makes `load_state_dict()` refuse
     to load other values. After a save, a weight rests again unless a call is using its group.
 
@@ -472,9 +485,9 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight]) -> None:
             if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
                 raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
-    module.register_state_dict_pre_hook(Hook(before_save))
-    module.register_state_dict_post_hook(Hook(after_save))
-    module.register_load_state_dict_pre_hook(Hook(before_load))
+    module.register_state_dict_pre_hook(Hook(before_save, owner))
+    module.register_state_dict_post_hook(Hook(after_save, owner))
+    module.register_load_state_dict_pre_hook(Hook(before_load, owner))
 
 
 def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[..., Any]:
@@ -493,10 +506,10 @@ def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[...
     return forward
 
 
-def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def instead_of_forward(module: nn.Module, forward: Callable[..., Any], owner: Events) -> None:
     """Replaces the forward of this one module; other modules of its class keep theirs. torch.compile does not trace the
     new forward."""
-    module.forward = Hook(outside_of_graphs(forward))
+    module.forward = Hook(outside_of_graphs(forward), owner)
 
 
 def _refuse_script() -> NoReturn:

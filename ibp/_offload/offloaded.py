@@ -330,7 +330,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             for other in self._plan.others:
                 if not other.tensor.is_meta:  # otherwise the checkpoint has not filled it
                     other.tensor.data = other.tensor.data.to(other.home)
-            remove_all(self._model, self._modules)
+            remove_all(self._model, self._modules, events)
             for fetcher in events.fetchers:
                 fetcher.close()
             self._experts, self._is_removed = [], True

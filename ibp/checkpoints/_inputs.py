@@ -51,6 +51,7 @@ from .._files import (
 )
 from ._other_files import open_npy, open_npz, open_torch, write_npy, write_npz, write_torch
 from ._source import (
+    BLOCK_BYTES,
     NotTensorsError,
     Pieces,
     Source,
@@ -341,8 +342,9 @@ class Conversion:
         self._is_in_place = source.resolve() == target.resolve()
         name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
         files = _shown_files(source, None if self._is_in_place else target)
+        superseded: dict[Path, list[Path]] = {}
         if self._is_in_place:
-            files = _without_results(source, files, name_of)
+            files, superseded = _to_convert(source, files, name_of, other_name_of, verify)
         tensors, others = _contents_of(source, files, stack, verify)
         self.sources: dict[Path, Source] = {}
         self.sets: set[Path] = set()
@@ -358,6 +360,7 @@ class Conversion:
                 self.sets.add(new)
             other = target / new.with_name(other_name_of(new.name))
             self._replaced[new] = _files_of(other) if other.name != new.name else []
+            self._replaced[new] += superseded.get(new, [])
         homes = {path.parent for path in tensors}
         # The other files, by new path: the path of the file to copy, or the new content of a config.json.
         self._beside: dict[Path, Path | bytes] = {}
@@ -498,16 +501,55 @@ def _contents_of(
     return tensors, [path for path in files if path not in parts.union(tensors)]
 
 
-def _without_results(folder: Path, files: list[Path], name_of: Callable[[str], str]) -> list[Path]:
-    """Returns the files of a folder that is converted in place, without the results of a conversion that was
-    interrupted before it removed the files that it had converted. The next conversion converts these files again.
-    Results are files, sets, and files of a set that has no index yet. name_of: returns the name of the result for the
-    name of a file."""
-    names = [path.with_name(path.name.removesuffix(INDEX_SUFFIX)) for path in _units_of(folder, files)[0]]
-    made = {name.with_name(name_of(name.name)) for name in names if name_of(name.name) != name.name}
-    results = {path for name in made.intersection(names) for path in _files_of(folder / name)}
-    results |= {folder / file for file in names for name in made if is_of_set(file, name)}
-    return [path for path in files if folder / path not in results]
+def _to_convert(
+    folder: Path, files: list[Path], name_of: Callable[[str], str], other_name_of: Callable[[str], str], verify: bool
+) -> tuple[list[Path], dict[Path, list[Path]]]:
+    """Finds the files that a conversion in place must convert, if an earlier one was interrupted. The earlier one may
+    have left results beside what it has converted, which is then converted again. If it has removed the index of a set
+    that it has converted, it may also have left files of this set, which are superseded.
+
+    Results are files, sets, and files of a set that has no index yet. A result or a superseded file has no tensor that
+    the other form lacks, or has with other bytes. So nothing is lost when it is replaced or removed.
+
+    Args:
+        files: paths within the folder.
+        name_of: returns the name of the result for the name of a file.
+        other_name_of: returns the name of what was converted for the name of a result.
+        verify: as in `open_source`.
+
+    Returns:
+        (files without results and superseded files; the paths of superseded files by the path within the folder that
+        their result is named after).
+    """
+    names = {path: path.with_name(path.name.removesuffix(INDEX_SUFFIX)) for path in _units_of(folder, files)[0]}
+    results: set[Path] = set()
+    superseded: dict[Path, list[Path]] = {}
+    for kept, name in names.items():
+        other = name.with_name(name_of(name.name))
+        is_result = other == name
+        if is_result:
+            other = name.with_name(other_name_of(name.name))
+        for path in names:
+            if not (is_of_set(path, other) or (names[path] == other and not is_result)):
+                continue
+            with (
+                contextlib.suppress(NotTensorsError),
+                open_source(folder / kept, verify=verify) as source,
+                open_source(folder / path, verify=verify) as copy,
+            ):
+                if copy.tensors and all(_is_same(x, source.tensors.get(key)) for key, x in copy.tensors.items()):
+                    found = {folder / path, *map(Path, copy.files)}
+                    if is_result:
+                        superseded.setdefault(name, []).extend(found)
+                    results |= found
+    return [path for path in files if folder / path not in results], superseded
+
+
+def _is_same(one: SourceTensor, other: SourceTensor | None) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bytes."""
+    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(bytes(one.read(*span)) == bytes(other.read(*span)) for span in one.spans(BLOCK_BYTES))
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -466,6 +466,7 @@ def apply_all(
         _check_base(*job)
     jobs = [(name, delta, base.detach() if isinstance(base, torch.Tensor) else base) for name, delta, base in jobs]
     begun: list[Batch] = []
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # bits of `whole`, once all deltas have been applied
     try:
         for batch in _batches(jobs):
             begun.append(batch)
@@ -473,9 +474,13 @@ def apply_all(
         for batch in begun:
             batch.apply()
         if whole:
-            staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
+            copied = [(bits_of(base.detach()), bits_of(new)) for base, new in whole]
+            staging.copy_all(*zip(*copied))
         commit(begun)
     except BaseException:
+        # An interrupt during the copy is raised when all values have been copied, which cannot be undone.
+        if copied and all(torch.equal(to, new.to(to.device)) for to, new in copied):
+            commit(begun)
         for batch in begun:
             batch.take_back()
         raise

@@ -696,7 +696,7 @@ class _Transfer(OneTensor):
         if plan is None or (plan.codec is not None and plan.is_due()):
             channel.last = self._noted(channel, plan)
         elif plan.codec is not None:
-            channel.last = self.coded(plan, async_op)
+            channel.last = self.begun(plan, async_op)
         else:
             return self.raw(async_op)
         if async_op:

@@ -216,9 +216,12 @@ class Collective(ABC):
     def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> Work | None:
         """Makes a coded call. The arguments are those of `CodedWork`. Returns work if is_async is set. Otherwise waits
         until the call is done and returns None."""
+        return finished(self.begun(plan, is_async, status), is_async)
+
+    def begun(self, plan: Plan, is_async: bool, status: Status | None = None) -> CodedWork:
+        """Begins a coded call. The arguments are those of `CodedWork`. Returns its work."""
         with torch.no_grad():
-            work = CodedWork(self, plan, is_async, status)
-        return finished(work, is_async)
+            return CodedWork(self, plan, is_async, status)
 
     def plan(self) -> Plan:
         """Returns the plan of the call's kind. If the kind is new, or its codec has lost rows, makes the plan first.
@@ -364,7 +367,7 @@ class CodedWork(Work):
         # (number of the piece, its buffer, work to wait for or None) for each piece that is travelling, the oldest
         # first.
         self._pending = deque[tuple[int, MessageBuffer, Work | None]]()
-        self._is_known = status is not None
+        self._is_known, self._is_repaired = status is not None, False
         self._status = self._pieces[0].messages.status() if status is None else status
         self._stream = buffers.side if is_async else None
         self._done = None if self._stream is None else torch.cuda.Event()
@@ -429,6 +432,9 @@ class CodedWork(Work):
         number, buffer, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
+            # Recorded before the wait, because some kinds of work cannot be waited for twice. An interrupt is raised
+            # when the wait has ended.
+            self._pending[0] = number, buffer, None
             with all_taking_part():  # To backends a timeout of 0 means that there is no timeout.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
         if number == 0 and not self._buffers.on_gpu:
@@ -494,7 +500,9 @@ class CodedWork(Work):
         if any(status.lost):
             warn_once(SENT_TWICE, stacklevel=3)
             self._plan.has_lost = True
-            call.repair(status)
+            if not self._is_repaired:
+                self._is_repaired = True  # Recorded before the wait, as in `_finish`.
+                call.repair(status)
         self._pieces[0].messages.give_back(status)
         if status.is_damaged:
             raise RuntimeError(

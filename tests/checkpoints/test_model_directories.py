@@ -252,6 +252,61 @@ def test_a_directory_whose_conversion_in_its_own_place_was_interrupted(
     assert_same(dict(sorted(ibp.load(path, device="cpu").items())), dict(sorted(tensors.items())))
 
 
+@pytest.mark.parametrize("convert", ["compress", "decompress"])
+def test_a_set_whose_removal_was_interrupted(tmp_path, monkeypatch, convert):
+    """The same call again finishes it, wherever it was interrupted."""
+    tensors, unlink = {name: torch.randn(1000, 64).bfloat16() for name in "abc"}, pathlib.Path.unlink
+    for moment in itertools.count():
+        folder, calls = tmp_path / str(moment), itertools.count()
+        folder.mkdir()
+        places = {name: f"model-0000{number}-of-00003.safetensors" for number, name in enumerate(tensors, 1)}
+        for name, file in places.items():
+            ibp.save(folder / file, {name: tensors[name]})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        if convert == "decompress":
+            compress(folder, folder, force=True, shard_bytes=1)
+
+        def interrupted(path, missing_ok=False, folder=folder, calls=calls, moment=moment):
+            if path.parent == folder and next(calls) == moment:
+                raise KeyboardInterrupt
+            unlink(path, missing_ok)
+
+        call = functools.partial(getattr(ibp.checkpoints, convert), folder, f"{folder}/", force=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(pathlib.Path, "unlink", interrupted)
+            try:
+                call()
+                break
+            except KeyboardInterrupt:
+                pass
+        call()
+        assert all((".ibp" in name) == (convert == "compress") for name in texts(folder))
+        with ibp.checkpoints.open(folder) as source:
+            assert_same({name: source.tensors[name].tensor() for name in sorted(source.tensors)}, tensors)
+    assert moment > 4
+
+
+@pytest.mark.parametrize("change", ["value", "name", "shape"])
+@pytest.mark.parametrize("convert", ["compress", "decompress"])
+def test_a_directory_keeps_other_tensors_beside_those_that_are_converted(tmp_path, convert, change):
+    """Files that are no results of an interrupted conversion, though they have the names of results."""
+    before = {"w": torch.randn(1000, 64).bfloat16(), "b": torch.randn(100)}
+    beside = {**before, "b": before["b"].clone()}
+    if change == "value":
+        beside["b"][-1] += 1
+    elif change == "name":
+        beside["c"] = beside.pop("b")
+    else:
+        beside["b"] = beside["b"].view(10, 10)
+    plain, coded = tmp_path / "model.safetensors", tmp_path / "model.ibp.safetensors"
+    ibp.save(plain, beside if convert == "decompress" else before)
+    ibp.save(coded, {name: ibp.compress(x) for name, x in (before if convert == "decompress" else beside).items()})
+    kept = texts(tmp_path)
+    with pytest.raises(ValueError, match="both plain and coded"):
+        getattr(ibp.checkpoints, convert)(tmp_path, f"{tmp_path}/", force=True)
+    assert texts(tmp_path) == kept
+
+
 def test_a_new_form_takes_the_place_of_the_other(model, tmp_path):
     small = tmp_path / "small"
     small.mkdir()

@@ -693,6 +693,33 @@ def test_a_push_that_is_interrupted_anywhere_is_applied_once(kind):
     assert outcomes == {None, 1}
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_push_of_old_and_new_names_is_interrupted(is_copied, monkeypatch):
+    """While new names are copied, after the deltas of the others: all weights are old, or all are new."""
+    before = {"old": torch.randn(200, 64), "new": torch.randn(200, 64).bfloat16()}
+    after = {"old": changed(before["old"], 0.01, 1), "new": before["new"] + 1}
+    here, copy_all = {name: weight.clone() for name, weight in before.items()}, _applying.staging.copy_all
+    (message,) = Sender({"old": before["old"]}).push(after)
+    receiver = Receiver(here)
+
+    def interrupted(targets, sources):
+        if any(to.data_ptr() == here["new"].data_ptr() for to in targets):
+            if is_copied:
+                copy_all(targets, sources)
+            raise KeyboardInterrupt
+        copy_all(targets, sources)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_applying.staging, "copy_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            receiver.apply(message)
+    assert receiver.version == (1 if is_copied else None)
+    assert_same_weights(here, after if is_copied else before)
+    if not is_copied:
+        assert receiver.apply(message)
+    assert_same_weights(here, after)
+
+
 def plain(weights):
     return {
         name: weight if isinstance(weight, torch.Tensor) else weight.decompress() for name, weight in weights.items()

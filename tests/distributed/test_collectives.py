@@ -446,7 +446,7 @@ def test_an_error_from_rank_to_rank_is_told_once(two):
 
 
 class InterruptedWait(dist.Work):
-    """Work whose wait is interrupted once it has ended."""
+    """Work whose wait is interrupted once it has ended. It cannot be waited for twice."""
 
     def __init__(self, work):
         super().__init__()
@@ -454,6 +454,7 @@ class InterruptedWait(dist.Work):
 
     def wait(self, *_):
         self.work.wait()
+        self.work = None
         raise KeyboardInterrupt
 
 
@@ -483,6 +484,37 @@ def relay_interrupted(rank):
 
 def test_the_next_call_finishes_an_interrupted_one(two):
     two(relay_interrupted)
+
+
+def relay_interrupted_and_lost(rank, number):
+    """The first tensor has lost rows, so it is sent again, raw. The receiver's call for it is interrupted while it
+    waits for the message (0) or for the raw tensor (1)."""
+    learned = Codec.learn(tensor_of(9))
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    xs = [tensor_of(k, scale=10.0 ** (9 - 9 * k)) for k in range(2)]
+    process.said.add(_exchange.SENT_TWICE)
+    if rank == 0:
+        for x in xs:
+            send(x, 1, codec=codec)
+        return
+    out, irecv, calls = torch.empty_like(xs[0]), dist.irecv, []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        work = irecv(*args, **options)
+        return InterruptedWait(work) if len(calls) == number + 1 else work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "irecv", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recv(out, 0, codec=codec)
+    recv(out, 0, codec=codec)
+    assert_same_bits(out, xs[1])
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_next_call_finishes_an_interrupted_one_with_lost_rows(two, number):
+    two(relay_interrupted_and_lost, number)
 
 
 def relay_wrong(rank):

@@ -1,9 +1,12 @@
 """FSDP2 whose all-gathers travel coded: the losses and weights are those of torch's own, bit for bit."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # here: the processes that are forked need not import it
+from torch.utils.checkpoint import checkpoint
 
 import ibp
 from helpers import assert_same_bits, torchrun
@@ -141,6 +144,13 @@ def gather_outside(when, step, net):
         net[1].reshard()
 
 
+def recompute(when, step, net):
+    """Backward passes compute the layers' activations again."""
+    if (when, step) == ("before", 0):
+        for layer in net[:3]:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 def no_room(rank):
     """A codec that is given is not learned anew."""
     generator = torch.Generator().manual_seed(0)
@@ -150,7 +160,7 @@ def no_room(rank):
 
 @pytest.mark.slow
 def test_weights_that_change(ranks):
-    for change in (ask_for_work, grow, freeze, write_on_one_rank, gather_outside):
+    for change in (ask_for_work, grow, freeze, write_on_one_rank, gather_outside, recompute):
         counts = ranks(compare, "cpu", None, change)
         assert counts[0] == counts[1] > 0
     first, second = ranks(no_room)

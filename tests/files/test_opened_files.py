@@ -223,17 +223,33 @@ def test_a_file_that_was_cut_after_it_was_opened(path):
             file[name]
 
 
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="older systems end the process that reads"
+)
 def test_a_file_that_was_cut_after_it_was_mapped(path):
     """Verifying asks the system whether it can read the bytes: a process that reads what is gone is ended."""
-    file = ibp.open(path)
-    tensor = file["t"]
+    file = ibp.open(path, verify=True)  # maps the file to compare the header
     os.truncate(path, 200)
-    with pytest.raises(ibp.FileFormatError, match="x.safetensors (was cut while it was read|has been cut)"):
+    with pytest.raises(ibp.FileFormatError, match="x.safetensors was cut while it was read"):
         file.verify()
-    assert tensor.shape
 
 
 # ---- checksums ----
+
+
+def test_much_is_verified_piece_by_piece(tmp_path, monkeypatch):
+    """The system need not keep a large tensor in memory until it is hashed."""
+    path, sizes = tmp_path / "large.safetensors", []
+    ibp.save(path, {"x": torch.zeros(20 << 20, dtype=torch.uint8)})
+    loaded = reader.OpenFile.loaded
+    monkeypatch.setattr(reader.OpenFile, "loaded", lambda file, *at: sizes.append(at[1]) or loaded(file, *at))
+    with ibp.checkpoints.open(path, verify=True) as source:
+        x, sizes[:] = source.tensors["x"], []
+        x.read(0, x.num_bytes)
+        assert sum(sizes) >= x.num_bytes and max(sizes) <= 8 << 20
+        sizes.clear()
+        x.read(0, x.num_bytes)
+        assert not sizes
 
 
 @pytest.fixture

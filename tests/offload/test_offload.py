@@ -665,7 +665,6 @@ def test_errors_inside_a_layer(error, lookahead):
 
 
 @torch.no_grad()
-@torch.no_grad()
 def test_a_forward_that_other_code_has_wrapped():
     """It stays, and works after close()."""
     model, calls = Net(), []
@@ -715,6 +714,19 @@ def test_interrupted_while_it_is_installed():
     assert_same_bits(model(ids), wanted)
 
 
+@torch.no_grad()
+def test_a_part_is_offloaded_apart():
+    """The part's own hooks are removed, and not those of the model, which has left the part's small weights alone."""
+    part = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(512, 64), part, nn.Linear(64, 512)).eval()
+    with ibp.offload(model, ["cpu", "cpu"], min_bytes=20_000):
+        before = list(installed(model))
+        with ibp.offload(part, "cpu", min_bytes=0):
+            assert list(installed(model)) != before
+        assert list(installed(model)) == before
+
+
+@torch.no_grad()
 def test_removed_after_an_interrupt():
     """What an interrupted call had in use is no longer; what a call of this moment has is."""
     model = Net()

@@ -629,8 +629,9 @@ class IBPModelLoader(DefaultModelLoader):
     in a form that `ibp.linear` can multiply by, and all weights of a merged layer have the same codebook. Other tables
     are copied to the GPU in coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
 
-    The checksums of a coded tensor are compared when a rank first uses a part of it. Tensors that only other ranks use
-    are not read. Damaged bytes raise `ibp.ChecksumError`.
+    The checksums of a coded tensor are compared when a rank first uses a part of it. All bytes of the tensor are read
+    then. Coded tensors that only other ranks use are not read; plain tensors are read and compared by every rank.
+    Damaged bytes raise `ibp.ChecksumError`.
     """
 
     def __init__(self, load_config: Any) -> None:
