@@ -91,7 +91,7 @@ def sanitizers():
 
 
 # Arguments of the program, and how many kernels run at least. BF16 rows, most of them short, have kernels of their own.
-ANY_ROWS, PAIRS = ([1, 120], 155), ([1, 150, "element_bytes=2 digit_bits=22"], 90)
+ANY_ROWS, PAIRS = ([1, 120], 150), ([1, 150, "element_bytes=2 digit_bits=22"], 80)
 
 
 @pytest.mark.parametrize(
