@@ -113,9 +113,9 @@ class MappedPages {
         pinned_in_ = getpid();
     }
 
-    // Reads num_bytes bytes of the buffer, beginning with byte `start`, into memory. Returns false if the file no
-    // longer has them, or if the system cannot read them; the system would end a process that used them. Linux before
-    // 5.14 cannot tell, and the result is true.
+    // Makes the system read num_bytes bytes of the buffer into memory, beginning with byte `start`. Returns false if
+    // the file has become too short or cannot be read. The system would end a process that used such bytes. Linux
+    // before 5.14 does not tell whether bytes can be read; there the result is always true.
     bool load(size_t start, size_t num_bytes) const
     {
         const size_t first = skipped_bytes_ + start, end = first + num_bytes;

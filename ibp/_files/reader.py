@@ -149,7 +149,7 @@ class OpenFile:
             data, start = data[count:], start + count
 
     def loaded(self, start: int, num_bytes: int) -> memoryview:
-        """Returns a range of the file's bytes where the system has cached them, after it has read them.
+        """Makes the system read a range of the file into its page cache, and returns a view of these cached bytes.
 
         Raises:
             FileFormatError: the file has been truncated since it was opened, or cannot be read.

@@ -380,9 +380,9 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
 
 
 def remove_all(model: nn.Module, modules: Iterable[nn.Module], events: Events) -> None:
-    """Removes what `install` and `Events.install_use` have installed in a model, even if they were interrupted. So it
-    looks for hooks instead of relying on their handles, which an interrupted call may not have got. Hooks that another
-    `Events` has installed stay.
+    """Removes what `install` and `Events.install_use` have installed in a model, even if they were interrupted. The
+    function searches the modules for hooks, because an interrupted call may have lost the handles that remove them.
+    Hooks that another `Events` has installed stay.
 
     Args:
         modules: the modules that the model had at the time of `install`.
@@ -497,8 +497,8 @@ def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[...
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind: Any = type(module)
         tables = {attribute: weight.table for attribute, weight in weights.items()}
-        # `vmap` may have batched the ids, which a table cannot look up. There are no tables after `close()`, if other
-        # code has replaced this forward by one that calls it.
+        # `vmap` may have batched the ids, which a table cannot look up. After `close()` the weights have no tables, but
+        # this forward can still be called if other code has wrapped it.
         if is_transformed() or any(table is None for table in tables.values()):
             return kind.forward(module, *args, **kwargs)
         return kind.forward(stand_in(module, tables, kind), *args, **kwargs)

@@ -504,12 +504,15 @@ def _contents_of(
 def _to_convert(
     folder: Path, files: list[Path], name_of: Callable[[str], str], other_name_of: Callable[[str], str], verify: bool
 ) -> tuple[list[Path], dict[Path, list[Path]]]:
-    """Finds the files that a conversion in place must convert, if an earlier one was interrupted. The earlier one may
-    have left results beside what it has converted, which is then converted again. If it has removed the index of a set
-    that it has converted, it may also have left files of this set, which are superseded.
+    """Finds the files that a conversion in place must convert. An earlier conversion may have been interrupted, and may
+    have left two kinds of files that must not be converted:
 
-    Results are files, sets, and files of a set that has no index yet. A result or a superseded file has no tensor that
-    the other form lacks, or has with other bytes. So nothing is lost when it is replaced or removed.
+    - Results: files, sets, or files of a set that has no index yet. The files from which they were made are still
+      there, and are converted again.
+    - Superseded files: files of a set that was converted, if the index of this set has been removed already.
+
+    A file counts as a result or as superseded only if every tensor in it also exists in the other form, with the same
+    bytes. So nothing is lost when the file is replaced or removed.
 
     Args:
         files: paths within the folder.

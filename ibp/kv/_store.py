@@ -606,7 +606,7 @@ def _compact(place: CodedRows, keeps: torch.Tensor) -> None:
     targets = [sectors[:total], place.bases, place.rooms, place.used]
     moved = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
     bases, rooms = torch.where(needed > 0, starts * sector, -1), needed.to(torch.int16).view(torch.uint16)
-    # One operation changes the bytes of rows and the index. An interrupt comes either before this operation or after.
+    # One operation changes the bytes of rows and the index. An interrupt is raised before or after it.
     copy_all(targets, [moved, bases, rooms, torch.full_like(place.used, total * sector)])
     if needed.is_cuda:
         torch.cuda.current_stream(needed.device).synchronize()

@@ -195,11 +195,8 @@ class TokenHistory(OfThisProcess):
         `pending.is_ready()`. If the call is interrupted or fails, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
             data, num_blocks, batch_size = pending.data(), pending.num_blocks, pending.batch_size
-            pairs, held, new_slots = (
-                zip((self.keys, self.values), (pending.keys, pending.values)),
-                self._stored,
-                num_blocks * batch_size,
-            )
+            pairs = (self.keys, pending.keys), (self.values, pending.values)
+            held, new_slots = self._stored, num_blocks * batch_size
             plain_bytes = self.original_bytes + new_slots * self._block_bytes
             self._decoder.fence()
             try:

@@ -37,11 +37,11 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
 // a warp. Consecutive turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a
 // warp look up the jobs of its next turns, one job for each lane.
 //
-// Turns are divided equally in advance: they go to warps in rounds, and in each round every warp takes one turn. If the
-// request is uneven, its rows take unequal time. Then each block has an equal share of all turns, and a warp that has
-// no turns left claims consecutive turns of its block. It claims about half of what would be its equal share of the
-// turns that are left, so that all warps end at about the same time. A launch of an uneven request has no other
-// request.
+// Most requests have rows that take about the same time. The turns of such a request are divided equally in advance:
+// they go to warps in rounds, and in each round every warp takes one turn. The rows of an uneven request take unequal
+// time. Its turns are only divided equally among blocks, and a warp that has no turns left claims consecutive turns of
+// its block. The warp claims about half of what would be its equal share of the turns that are left, so that all warps
+// end at about the same time. An uneven request must be the only request of its launch.
 template <class G> struct Turns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     // step: number of jobs from a turn of this warp to its next one. first: the first job of this turn. i: the lane
@@ -49,7 +49,7 @@ template <class G> struct Turns {
     uint32_t step, first, i = 0, end = kWarp;
 
     static __device__ __forceinline__ bool claims(const Request &request) { return G::kWarps == 1 && request.uneven; }
-    // The number of the block's turns that warps have claimed.
+    // Returns the address of the number of turns that the warps of the block have claimed.
     static __device__ __forceinline__ uint32_t *taken()
     {
         __shared__ uint32_t turns;

@@ -97,9 +97,9 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self._forget()
         super().__init__()
 
-    # The tokens of the layer are those of the first `_num_blocks` blocks of the history, followed by the raw ones. Both
-    # are replaced in one statement, so that an interrupted call loses no token and has none twice. Such a call may
-    # leave more blocks in the history.
+    # A layer has the tokens of the first `_num_blocks` blocks of `history`, followed by the tokens in `raw`. One
+    # statement replaces `_num_blocks` and `raw`, so that an interrupted call neither loses tokens nor keeps them twice.
+    # An interrupted call may leave other blocks in the history after the first `_num_blocks`.
     history: ibp.kv.TokenHistory | None
     raw: tuple[torch.Tensor, ...]
     _num_blocks: int

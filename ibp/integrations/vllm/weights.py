@@ -652,7 +652,7 @@ class IBPModelLoader(DefaultModelLoader):
             return
         indices = [os.path.join(folder, f"{name}.index.json") for name in (coded_name(_WEIGHTS), _WEIGHTS)]
         for path in list(filter(os.path.exists, indices))[:1] or files:
-            # The file is not closed here, because tables are verified when they are first used, which may be later. It
-            # is closed when its last tensor has been freed.
+            # The file stays open, because a table is verified when it is first used, which may be after this loop. The
+            # file is closed when its last tensor has been freed.
             for name, tensor in ibp.checkpoints.open(path, verify=True).tensors.items():
                 yield source.prefix + name, tensor.tensor() if tensor.make_table is None else incoming(tensor)
