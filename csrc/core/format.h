@@ -214,7 +214,9 @@ IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t col
     return src_bytes >= ibp_header_bytes(columns) && header->num_listed <= columns;
 }
 
-/* The form in which the k listed positions of a row are stored. */
+/* The form in which the k listed positions of a row are stored. It is not stored itself, because it follows from k and
+ * the number of columns. A list has the form of Elias and Fano: for its j-th position p, bit (p >> low_bits) + j of the
+ * upper bits is 1; the low bits of all positions follow, from the next byte on. */
 typedef struct ibp_position_form {
     uint32_t is_list;       /* 1: a list; 0: a bitmap */
     uint32_t is_complement; /* 1: the list has the other columns - k positions, those that are not listed */
@@ -244,8 +246,8 @@ IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;
 }
-/* Returns the shortest form for k listed positions. If several forms are equally short, returns the first in the order
- * of section 6. */
+/* Returns the shortest form for k listed positions. If several forms are equally short, returns the first of: a
+ * bitmap; lists of the listed positions with 0, 1, 2 ... low bits; such lists of the positions that are not listed. */
 IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
 {
     ibp_position_form best = ibp_bitmap_form(k, columns);

@@ -35,7 +35,7 @@ enum GroupUse { kDecodesTile, kDecodesAny, kEncodes };
 template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
-    static constexpr uint32_t kPerWarp = kWarp / LANES;
+    static constexpr uint32_t kPerWarp = kWarp / LANES; // number of groups in a warp; 1 if groups are whole warps
     static constexpr bool kAnyLength = USE == kDecodesAny;
 
     // lane() returns the index of this thread among the group's lanes in its warp; rank() returns its index among all

@@ -46,8 +46,8 @@ template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &us
     }
 }
 
-// Returns the number of clusters (FORMAT.md section 7). If there are several, a coded row begins with the index of its
-// cluster.
+// Returns the number of clusters (FORMAT.md section 7). If there are several, a byte with the index of its cluster
+// comes before a coded row.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
 // Return whether a codebook is of one kind: any, listed or dense. The lists of decoders and encoders use these

@@ -2,22 +2,30 @@
 // into elements, and stores the elements (FORMAT.md section 6). The template parameter T is the type of an element; all
 // fields of a codebook except the size of elements are read at run time.
 //
-// include/ibp_codebook.h explains codebooks: planes, entries, symbols, residuals, digits, constant and live columns.
-// All decoders and encoders of scheme planes use these terms, too:
+// include/ibp_codebook.h explains codebooks: planes, entries, symbols, residuals, digits, constant and live columns. In
+// short, an element without its invariant low bits is a symbol, its upper bits, and a residual, its lower bits, which
+// is stored as it is. The symbol is an entry of the codebook, and a digit says which one: digit d of plane p stands for
+// the entry with the rank first_of(p) + d. If elements are rotated, their highest bit, which is the sign of a float, is
+// the lowest bit of the residual, so that the symbol is the exponent. All decoders and encoders of scheme planes use
+// these terms, too:
 //
 //     dense row       a row that stores the values of all its live columns
-//     listed row      a row that stores the values of only those elements that differ from the default value, and says
-//                     which elements these are
+//     listed row      a row that stores the values of only those elements that differ from the default value (with
+//                     signed_default: in more than the highest bit), and says which elements these are
 //     escape          a digit whose bits are all ones. No entry of this plane or an earlier one is the element's symbol
 //     reach           an element reaches a plane if its digits in all earlier planes are escapes; all elements reach
 //                     plane 0. An element that has an escape in every plane has a raw symbol
 //     raw symbol      a symbol that is stored as it is. `raw` alone stands for raw symbols where values are decoded or
 //                     encoded, and for raw rows, which are not coded at all, where rows are fetched or placed
 //     rank            the index of an entry among the codebook's entries or, if every column has its own entries, among
-//                     those of its column. The entries of plane 0 come first, then those of plane 1, and so on
+//                     those of its column, which are consecutive. The entries of plane 0 come first, then those of
+//                     plane 1, and so on
 //     absent plane    one of the IBP_MAX_PLANES planes that the codebook does not have. Decoders treat it as a plane
 //                     whose digits have no bits and are all escapes
 //     cluster         one of the codebooks of a table (FORMAT.md section 7). In launch.cuh, a cluster of thread blocks
+//
+// If a table has several clusters, a coded row begins with a byte, the index of the row's cluster, which the pictures
+// below leave out. All fields are packed from the lowest bit of a byte up, in the order of the elements.
 //
 // The values of n elements, which are all live elements of a dense row, or the listed elements of a listed row. Each
 // part is padded to a byte:
@@ -30,6 +38,9 @@
 //
 //     | header, 1 to 3 bytes: k in the low bits, is_closed in the highest bit | positions of the k listed elements |
 //     | highest bits of the others, with signed_default | values of the listed elements, unless is_closed |
+//
+// The positions have the shortest form for k (ibp_choose_position_form), and no bytes if k is 0. With signed_default,
+// an element that is not listed equals the default in all bits but the highest one, which is stored here.
 #ifndef IBP_PLANES_BOOK_CUH
 #define IBP_PLANES_BOOK_CUH
 

@@ -205,7 +205,7 @@ __device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes)
     return {first, (first + row_stage_bytes(row_bytes)) / 4u - 2u};
 }
 
-// The bytes [low, high) of one row, and the address to which they go.
+// The bytes [low, high) of one row, and the address to which byte `low` goes.
 struct Window {
     uint8_t *dst;
     uint32_t low, high;

@@ -4,10 +4,11 @@
 // tiles.cuh explains tiles, names and levels. Its three phases are as follows here:
 //
 // 1. The group visits planes 0 to 3 in order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
-//    escapes. It keeps the nibbles of plane 0 in shared memory, and the first chunk of plane 1 in registers. Of further
-//    chunks it only counts the escapes, and loads the digits once more in phase 2. Elements that reach plane 2 or 3 get
-//    their names one at a time: the names of all elements of plane 2 go to level 2, and a list holds the elements that
-//    have no name yet.
+//    escapes. It keeps the nibbles of plane 0 in shared memory, and the first chunk of plane 1 in registers (a chunk is
+//    the digits of plane 1 that a group takes at a time). Of further chunks it only counts the escapes, and loads the
+//    digits once more in phase 2. Elements that reach plane 2 or 3 get their names one at a time: level 2 gets a byte
+//    for each element that reaches plane 2, and a list holds the elements that have no name yet; plane 3, or their raw
+//    symbols, will overwrite the bytes of these.
 // 2. Raw symbols complete level 2. Then the group returns to plane 1. A lane takes 16 digits at a time, whose nibbles
 //    select bytes of the plane's names (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the
 //    nibbles says which bytes.
@@ -47,7 +48,7 @@ struct DigitSpread {
     // Returns low_bits(~0u, num_bits), computed with instructions that can use uniform registers.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t num_bits) { return (1u << num_bits) - 1u; }
     // Spreads eight digits, which are packed from bit 0 of `bits`, over the nibbles of the result, one digit to each
-    // nibble.
+    // nibble. An addition moves bits: x + x * (2^s - 1) is x << s.
     __device__ __forceinline__ uint32_t nibbles(uint32_t bits) const
     {
         bits &= ones_of(4u * width) | fours;
@@ -202,6 +203,8 @@ template <typename T, class G> struct AnyDigits {
         }
 #pragma unroll
         for (uint32_t k = 0; k < Counts::kWords; k++)
+            // A sum of 256 overflows its field, which can happen in the last lane alone. To subtract the lane's own
+            // count takes the carry back.
             tile.lower.words[k] = G::scan_in_warp(counts.words[k]) - counts.words[k];
         return tile.num_escaped = G::sum_in_warp(escaped);
     }

@@ -1,7 +1,8 @@
 // decoder.cuh - the contract between kernels and decoders. Kernels fetch coded rows; decoders are structs that rebuild
 // the rows. include/ibp_codebook.h explains codebooks, with their planes, entries, symbols, residuals and digits.
 //
-// A decoder is a struct for one kind of codebook and one group of threads (group.cuh):
+// A decoder is a struct for one kind of codebook and one group of threads (group.cuh). warp.cuh defines Stage and
+// Window.
 //
 //     template <class G> struct SomeDecoder {
 //         using Group = G;
@@ -27,7 +28,7 @@
 //                    which group suits a row (launch_by_warp in gather.cuh)
 //     block_bytes    size in bytes of the block's own shared memory, which begins at byte 0; a multiple of 16
 //     scratch_bytes  size in bytes of a group's scratch: the shared memory that it needs besides its stage
-//     scratch        the byte of shared memory at which the group's scratch begins and its stage ends; a multiple of 4
+//     scratch        the byte of shared memory at which the group's scratch begins and its stage ends; a multiple of 16
 //
 // A decoder may rely on this:
 //
@@ -38,12 +39,15 @@
 //   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
 //     such groups still take part in the collectives of their warp.
 //   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
-//     of a byte. Its bytes may have any values. The complete coded row lies in the group's stage, which has room for
-//     row_bytes bytes; coded_bytes is at most row_bytes. The 16 bytes past the coded row can be read.
+//     of a byte. Bits are counted from the beginning of the block's dynamic shared memory. The byte with the index of
+//     the row's cluster, if there is one, is not part of these bytes. The bytes may have any values. The complete coded
+//     row lies in the group's stage, which has room for row_bytes bytes; coded_bytes is at most row_bytes. The 16 bytes
+//     past the coded row can be read.
 //   - cluster is the index of one of the codebook's clusters; 0 if the codebook has no clusters.
 //   - The wanted bytes of the row, which are 1 to row_bytes bytes, go to window.dst.
 //   - window.dst does not lie in the decoder's shared memory. There is one exception: if a decoder has a function
-//     kept_bytes(cb), window.dst may lie in its scratch, at byte kept_bytes(cb) or later.
+//     kept_bytes(cb), window.dst may lie in its scratch, at byte kept_bytes(cb) of the scratch or later. Bags
+//     (linear/bags.cuh) take only decoders that have this function.
 //
 // A decoder must do this:
 //

@@ -2,7 +2,7 @@
 // instantiates the kernel with its decoder.
 //
 // In the kernel a warp, or a group of several warps, does the following. A job is one row. A turn is one job for each
-// group of a warp.
+// group of a warp, or one job for a group of several warps.
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
 // 2. It gets turns: an equal share of all turns from the start or, if rows take unequal time, further turns whenever it
@@ -34,8 +34,8 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
 }
 
 // Gives turns to a warp, or to a group of several warps. A turn is G::kPerWarp consecutive jobs, one for each group of
-// a warp. Consecutive turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a
-// warp look up the jobs of its next turns, one job for each lane.
+// a warp. The turns of a request, in order, go to different blocks, so that even a few jobs are spread over all blocks.
+// The lanes of a warp look up the jobs of its next turns, one job for each lane.
 //
 // Most requests have rows that take about the same time. The turns of such a request are divided equally in advance:
 // they go to warps in rounds, and in each round every warp takes one turn. The rows of an uneven request take unequal

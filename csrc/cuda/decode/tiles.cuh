@@ -14,15 +14,17 @@
 //
 // 1. The group goes down the planes, from plane 0 to plane 3 (visit), because each plane begins where the digits of the
 //    plane before it end, and counts escapes. The elements that reach planes 2 and 3 get their names.
-// 2. It goes up again, from the raw symbols, which complete level 2, to plane 1, and makes level 1 (store).
+// 2. It goes up again, from the raw symbols, which complete level 2, to plane 1, and makes level 1 (the first part of
+//    TileDecoder::store).
 // 3. In plane 0 it finds the names of all elements, turns the names into elements, and stores these (Names::store).
 //
-// Where a plane begins depends on the number of escapes in the whole row. If each warp has a single tile, the visits of
-// this tile also count its escapes. Otherwise the escapes of the whole row are counted first, and then each tile is
-// visited to find its digits.
+// Where a plane begins depends on the number of escapes in the whole row, so the warps of a larger group add up their
+// counts once in each plane. If each warp has a single tile, the visits of this tile also count its escapes. Otherwise
+// the escapes of the whole row are counted first, and then each tile is visited to find its digits.
 //
-// Every element gets a name, which is one byte: a symbol, or the rank of an entry. An element whose digit in a plane is
-// an escape takes its name from the level below that plane. A level is an array of names in shared memory:
+// Every element gets a name, which is one byte from which Names makes the element's symbol, such as the symbol itself
+// or the rank of an entry. The names of a plane are a table with a name for each digit that is no escape. An element
+// whose digit in plane p is an escape takes its name from level p + 1. A level is an array of names in shared memory:
 //
 //     level 1    the names of the elements that reach plane 1
 //     level 2    the names of the elements that reach plane 2. These names come from plane 2, plane 3 and raw symbols
@@ -32,7 +34,6 @@
 //
 //     plane 0    2 3 0 3 3 1        names      c d a h f b
 //     plane 1      0   3 2          level 1      d   h f
-//     plane 2          1            level 2          h
 //     plane 2          1            level 2          h
 #ifndef IBP_DECODE_TILES_CUH
 #define IBP_DECODE_TILES_CUH
@@ -138,7 +139,6 @@ struct NamedDigit {
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //
 // STEPS: number of vectors of 16 bytes that a lane has in a tile. PARTS: number of vectors, of 16 names each, that a
-// lane writes to level 1 at a time.
 // lane writes to level 1 at a time.
 template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // number of elements in a vector of 16 bytes
@@ -258,11 +258,11 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 //                             planes must have digits of two bits. 0: digits of any width, in any number of planes
 //     kNameBytes, kKeptBytes  sizes in bytes of two parts of a warp's scratch: the names of all digits, and the digits
 //                             of plane 0 in a tile; 0 if these digits are in registers
-//     width_of                returns the number of bits of a plane's digits; 0 if plane 0 or plane 1 is absent
+//     width_of                returns the number of bits of a plane's digits; 0 if the plane is absent
 //     load_tile               loads a tile's digits of plane 0; returns the number of escapes among them
 //     load_chunk              loads a chunk of plane 1
 //     name_digits             writes the names of elements that reach plane 2 or 3 to level 2, and fills the list with
-//                             the elements whose digits are escapes; returns their number
+//                             the elements whose digits are escapes; returns the number of escapes
 //     count_escapes           returns the number of escapes among the digits of a range
 //     names_of                returns the PlaneNames of a plane, whose function sixteen() returns names for plane 1
 //
@@ -427,7 +427,8 @@ template <class Names> struct TileDecoder {
 #pragma unroll
             for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
                 const bool present = (Digits::kFirstBits != 0u && p < 2u) || p < book.planes.num_planes;
-                // If there is one tile, only absent planes 0 and 1 have not been visited yet.
+                // If there is one tile, only absent planes 0 and 1 have not been visited yet. They are visited as if
+                // all their digits were escapes, so that all elements go on to the next level.
                 if (one_tile && (present || p >= 2u)) continue;
                 mine[p + 1].to = mine[p + 1].from + (present || p < 2u ? visit(book, p, parts.digits[p], mine[p], tile)
                                                                        : mine[p].to - mine[p].from);

@@ -1,6 +1,6 @@
-// planes.cuh - encodes rows of scheme planes (FORMAT.md section 6) with any codebook. census.cuh describes the bytes of
-// a coded row, the codes of symbols, and T, LISTED and FIELDS. A group of lanes encodes a row, and in each step of
-// encoding every lane takes 16 bytes.
+// planes.cuh - encodes rows of scheme planes (FORMAT.md section 6) with any codebook. planes_book.cuh shows the bytes
+// of a coded row. census.cuh explains the codes of symbols, and T, LISTED and FIELDS. A group of lanes encodes a row,
+// and in each step of encoding every lane takes 16 bytes.
 //
 // 1. The group takes the census of the row, which says where each part begins.
 // 2. Step by step, a lane loads its elements and looks up their codes (find_codes).
