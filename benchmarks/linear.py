@@ -45,7 +45,7 @@ QUICK_SHAPES = ((64, 256), (96, 128))
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8)
 # Targets, as multiples of cuBLAS's rate, by number of vectors. For other numbers the target is 1.
 WANTED = {16: 1.25, 32: 1.2, 64: 1.1, 128: 1.0, 256: 0.9, 512: 0.95}
-FEW = 64  # Other kernels multiply more vectors than these.
+FEW = 32  # Other kernels multiply more vectors than these.
 STACK_COUNTS = (1, 8)  # Stacks, and cases after another kernel, have these numbers of vectors.
 LAYERS, QUICK_LAYERS = 32, 2
 # The matrices of a layer, as indices in SHAPES. Those in one tuple have the same vectors.

@@ -67,9 +67,7 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 #define IBP_MOST_VECTORS 512 /* largest number of vectors of one call */
 #define IBP_MOST_MATRICES 4  /* largest number of matrices of one call */
-/* The largest number of vectors, of K elements each, for which a vector's result does not depend on how many vectors
- * the call has. Shared memory holds 64 vectors of up to 14,336 elements. */
-#define IBP_MOST_INVARIANT(K) ((K) <= 14336u ? 64u : 32u)
+#define IBP_MOST_INVARIANT 32 /* for up to so many vectors, a result does not depend on how many vectors the call has */
 
 /* An element that is coded as the escape, because its exponent is not among the entries of the codebook. */
 typedef struct {
@@ -109,7 +107,7 @@ typedef struct {
  * A matrix is read once for every 8 vectors. On GPUs of compute capability 9.0 it is read once for up to 256 vectors.
  * More vectors are split into groups of 256.
  *
- * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT(K) vectors the order of additions depends
+ * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT vectors the order of additions depends
  * on K alone, so that the result of a vector depends neither on the number of vectors nor on the other matrices. For
  * more vectors the order depends on the matrices' sizes and on the GPU.
  *

@@ -255,10 +255,10 @@ def linear(
     level "fast", K a multiple of 32, and slot_bytes at least 1.5 K. In all other cases, such as FP16 and FP32, torch's
     function multiplies by W, which is decoded on the device of x for the duration of the call.
 
-    The kernel adds products in float. For up to 64 vectors (32 if K is above 14,336), the order of the additions
-    depends only on K, so a vector's result has the same bits regardless of the number of vectors. The results of rows
-    that torch multiplies (see below) are an exception. The bits differ from those of torch's function, whose bits also
-    differ between shapes and between GPUs.
+    The kernel adds products in float. For up to 32 vectors, the order of the additions depends only on K, so a vector's
+    result has the same bits regardless of the number of vectors. The results of rows that torch multiplies (see below)
+    are an exception. For more vectors, the order depends on the shapes and on the GPU. The bits differ from those of
+    torch's function, whose bits also differ between shapes and between GPUs.
 
     With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
     to 4 of them, if no gradients are wanted. Together, short matrices then take as long as one matrix that has all
@@ -270,12 +270,11 @@ def linear(
 
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
     make this list when they are given a table; call `table.prepare_linear()` to make it for a table of your own. With
-    the list, calls do not synchronise, and they allocate only their result and, for more than 64 vectors (32 if K is
-    above 14,336), a workspace. They can be captured in a CUDA graph, or compiled with fullgraph=True and
-    mode="reduce-overhead", from the first call on. Without the list, the first call makes it. If a graph is captured,
-    or code is compiled, before the list is made, the graph or the code decodes W in every call, and a warning says so
-    once. The table's `nbytes` includes the list. If the table changes, the list is made again. Then compile the code
-    and capture the graphs again, too.
+    the list, calls do not synchronise, and they allocate only their result and, for more than 32 vectors, a workspace.
+    They can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first
+    call on. Without the list, the first call makes it. If a graph is captured, or code is compiled, before the list is
+    made, the graph or the code decodes W in every call, and a warning says so once. The table's `nbytes` includes the
+    list. If the table changes, the list is made again. Then compile the code and capture the graphs again, too.
 
     Some rows are kept decoded next to the list, and torch multiplies by them: rows that are stored raw, default rows,
     and rows with more than max(64, K / 128) escaped weights. If more than one row in 32 is such a row, all of W is

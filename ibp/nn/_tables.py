@@ -441,9 +441,8 @@ def multiply_together(*modules: Linear) -> None:
     The first module computes the results of all of them. The other modules return their results if they are called
     next, one after the other, with the same tensor. If they are called otherwise, each module computes its own result
     from then on. x must not change between these calls; outside of compiled code and inference mode, a change is
-    noticed and each module computes its own result. For up to 64 vectors (32 of more than 14,336 columns), results have
-    the same bits as without this function. `ibp.nn.compress` calls this function for modules with names such as q_proj,
-    k_proj and v_proj.
+    noticed and each module computes its own result. For up to 32 vectors, results have the same bits as without
+    this function. `ibp.nn.compress` calls this function for modules with names such as q_proj, k_proj and v_proj.
 
     Example:
         >>> gate, up = (ibp.nn.Linear.from_linear(torch.nn.Linear(256, 512).bfloat16()) for _ in range(2))

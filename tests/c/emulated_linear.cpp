@@ -237,7 +237,7 @@ ibp_status multiply(const std::vector<ibp_product> &products, const Bytes &x, in
 /* A vector's result has the same bits without the others, and without other matrices. */
 void check_each(Operand &operand, const Bytes &x, uint32_t vectors, uint64_t number)
 {
-    if (vectors == 0 || vectors > IBP_MOST_INVARIANT(operand.m.columns)) return;
+    if (vectors == 0 || vectors > IBP_MOST_INVARIANT) return;
     const uint32_t rows = operand.m.rows, columns = operand.m.columns, vector = static_cast<uint32_t>(below(vectors));
     const std::unique_ptr<Bytes> together = std::move(operand.y);
     Bytes own(size_t{2} * columns);
@@ -408,11 +408,11 @@ void run_case(uint64_t number)
         return check_groups(number);
     }
     Operands operands;
-    /* Some matrices have so many tiles that a block takes three. A tile of more than 64 vectors takes long: seven steps
-     * of 128 columns are enough to fill its stages twice. */
-    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 65u, 140u})));
-    const uint32_t rows = 16 + static_cast<uint32_t>(below(pick({30u, 30u, vectors > 64 ? 300u : 500u})));
-    const uint32_t most = (rows >= 64 ? 384 : vectors > 64 ? 896 : 2304) / 32;
+    /* Some matrices have so many tiles that a block takes three. A tile of more than 32 vectors takes long: as many
+     * steps of 128 columns are enough as fill its stages twice. */
+    const auto vectors = static_cast<uint32_t>(below(pick({9u, 17u, 33u, 65u, 140u})));
+    const uint32_t rows = 16 + static_cast<uint32_t>(below(pick({30u, 30u, vectors > 32 ? 300u : 500u})));
+    const uint32_t most = (rows >= 64 ? 384 : vectors > 64 ? 896 : vectors > 32 ? 1408 : 2304) / 32;
     const uint32_t columns = 32 * (1 + static_cast<uint32_t>(below(most)));
     operands.push_back(std::make_unique<Operand>(rows, columns));
     for (uint32_t i = pick({1u, 1u, 2u, 3u, 4u}); i > 1; i--)

@@ -103,7 +103,9 @@ static void *first_frame(uint8_t *top, void (*entry)())
 
 namespace simt {
 
-constexpr uint32_t kWarp = 32, kMostThreads = 1024, kBarriers = 16;
+constexpr uint32_t kWarp = 32, kMostThreads = 1024;
+/* A GPU has 16 named barriers. The others stand in for barriers in shared memory (Ring in tiles.cuh). */
+constexpr uint32_t kBarriers = 48;
 constexpr size_t kStackBytes = 256 << 10;
 constexpr uint64_t kMostSteps =
     20'000'000; /* of a launch, a warp's way from one collective to the next: no launch of a test has nearly as many */

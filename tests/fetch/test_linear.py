@@ -297,7 +297,8 @@ def test_products(cuda, fused, shape, count):
         got = ibp.linear(x, table, given, check=True)
         check_products(x, weight, given, got)
         assert_same_bits(ibp.linear(x[None], table, given)[0], got)
-        assert_same_bits(ibp.linear(x[-1], table, given), got[-1])
+        if count <= 32:
+            assert_same_bits(ibp.linear(x[-1], table, given), got[-1])
         out = torch.empty(rows, count, dtype=x.dtype, device=cuda).t()
         assert ibp.linear(x, table, given, out=out) is out
         assert_same_bits(out, got)
@@ -305,13 +306,13 @@ def test_products(cuda, fused, shape, count):
 
 @pytest.mark.parametrize("rows,columns", [(8192, 544), (4099, 4128), (4096, 14336), (1100, 8192), (1100, 18464)])
 def test_products_of_many_vectors(cuda, fused, rows, columns):
-    """Up to 512: more than 256 in two parts; those past 8192 / 16 are decoded. 33 vectors are many if they are long."""
+    """Up to 512: more than 256 in two parts; those past 8192 / 16 are decoded."""
     if torch.cuda.get_device_capability(cuda) != (9, 0):
         pytest.skip("wants a GPU of compute capability 9.0")
     weight, bias = matrix(rows, columns, cuda), vectors(1, rows, cuda)[0]
     table, most = coded(weight), min(512, max(128, rows // 16))
     one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)]
-    for count in [33, 64, 65, 100, 128, 129, 200, 256, 300, 512]:
+    for count in [33, 40, 64, 65, 100, 128, 129, 200, 256, 300, 512]:
         if count > most:
             continue
         assert torch.equal(ibp.linear(one_hot[:count], table).t(), weight @ one_hot[:count].t())
@@ -395,13 +396,13 @@ def test_what_is_not_finite(cuda, fused, count):
             assert torch.equal(kind(got), kind(wanted))
 
 
-@pytest.mark.parametrize("columns,most", [(1024, 64), (8192, 64), (14336, 64), (14368, 32)])
-def test_same_bits_every_time(cuda, fused, columns, most):
-    """Whatever else runs, and however many vectors there are, up to a number that the columns decide."""
-    weight, x = matrix(4096, columns, cuda), vectors(most, columns, cuda)
+@pytest.mark.parametrize("columns", [1024, 8192, 14336, 14368, 36896])
+def test_same_bits_every_time(cuda, fused, columns):
+    """Whatever else runs, and however many vectors there are, up to 32; also where only 8 fit in shared memory."""
+    weight, x = matrix(4096, columns, cuda), vectors(32, columns, cuda)
     table = coded(weight)
     first = ibp.linear(x, table)
-    for count in (8, 1, 2, 5, 16, 20, 32, 33, 64):
+    for count in (8, 1, 2, 5, 16, 20, 31):
         assert_same_bits(ibp.linear(x[:count], table), first[:count])
 
 
@@ -561,7 +562,7 @@ def test_operation(cuda):
 @pytest.mark.parametrize("count", [1, 8, 20, 64, 100, 256])
 @pytest.mark.parametrize("columns", [96, 4128])
 def test_many_tables(cuda, fused, columns, count):
-    """One launch for tables of different rows, with the bits of each alone up to 64 vectors."""
+    """One launch for tables of different rows, with the bits of each alone up to 32 vectors."""
     weights = [matrix(rows, columns, cuda) for rows in (4096, 100, 16, 1000, 48)]
     weights[1][::3, 5] *= AWAY
     weights[3][:, 7] *= AWAY
@@ -575,7 +576,7 @@ def test_many_tables(cuda, fused, columns, count):
         assert len(results) == len(tables[used])
         for number, got in enumerate(results):
             check_products(x, weights[number], given and given[number], got)
-            if count <= 64:
+            if count <= 32:
                 assert_same_bits(ibp.linear(x, tables[number], given and given[number]), got)
         assert all(map(torch.equal, ibp.linear(x, tables[used], given), results))
     one_hot = torch.eye(columns, dtype=x.dtype, device=cuda)[torch.randperm(columns, device=cuda)[:count]]

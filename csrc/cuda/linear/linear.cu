@@ -70,7 +70,7 @@ static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream
         if (most >= 2u * left) continue;
         job.num_vectors = *count = std::min(left, most);
         bool launched = false;
-        const ibp_status status = *count > IBP_MOST_INVARIANT(job.num_columns)
+        const ibp_status status = *count > IBP_MOST_INVARIANT
                                       ? multiply_tiles(job, image, stream, &launched)
                                   : *count > kMostVectors ? multiply_many(job, stream, &launched)
                                                           : IBP_OK;
@@ -86,7 +86,7 @@ extern "C" int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t nu
 {
     if (!ibp::are_matrices(products, num_products)) return 0;
     const uint32_t num_columns = products->matrix.num_columns;
-    if (num_vectors <= int64_t{IBP_MOST_INVARIANT(num_columns)} || num_vectors > IBP_MOST_VECTORS) return 0;
+    if (num_vectors <= IBP_MOST_INVARIANT || num_vectors > IBP_MOST_VECTORS) return 0;
     return ibp::image_bytes(static_cast<uint32_t>(num_vectors), num_columns);
 }
 

@@ -1,4 +1,4 @@
-// many.cu - launches the kernel that multiplies up to 64 vectors. If 9.0 is among the compute capabilities that the
+// many.cu - launches the kernel that multiplies up to 32 vectors. If 9.0 is among the compute capabilities that the
 // library is compiled for, this file is compiled for sm_90a (wgmma).
 #include "many.h"
 
@@ -49,13 +49,6 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
 #endif
 }
 
-// The largest cluster holds 64 vectors of up to kMostColumns columns. This must be the largest number of columns for
-// which IBP_MOST_INVARIANT is 64.
-using LargestCluster = ManyBlock<64, 16, 2>;
-constexpr uint32_t kMostColumns =
-    (kMostSharedBytes - LargestCluster::kVectorsStart) / LargestCluster::kStepBytes * kPieces * kStepColumns;
-static_assert(IBP_MOST_INVARIANT(kMostColumns) == 64u && IBP_MOST_INVARIANT(kMostColumns + 1u) == 32u);
-
 template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_stream stream, bool *launched)
 {
     job.cut(Block::kTileRows);
@@ -95,8 +88,7 @@ template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job,
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched)
 {
     *launched = false;
-    if (job.num_vectors <= 16u) return launch_parts<16>(job, stream, launched);
-    return job.num_vectors <= 32u ? launch_parts<32>(job, stream, launched) : launch_parts<64>(job, stream, launched);
+    return job.num_vectors <= 16u ? launch_parts<16>(job, stream, launched) : launch_parts<32>(job, stream, launched);
 }
 
 } // namespace ibp

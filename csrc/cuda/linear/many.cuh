@@ -1,4 +1,4 @@
-// many.cuh - multiplies up to 64 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. Each weight is
+// many.cuh - multiplies up to 32 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. Each weight is
 // decoded once for all vectors, in registers, as an operand of `wgmma`.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other:
@@ -25,7 +25,7 @@
 
 namespace ibp {
 
-// The sizes and the shared memory of a block. VECTORS: 16, 32 or 64, the largest number of vectors. PARTS: number of
+// The sizes and the shared memory of a block. VECTORS: 16 or 32, the largest number of vectors. PARTS: number of
 // blocks in a cluster, 1 to 16, each of which has a part of the columns. SHARES: number of shares of a tile's rows. If
 // it is 2, each group that multiplies has half of the rows and all of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {

@@ -19,9 +19,8 @@ struct KnownClusters {
     ibp_status count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes, uint32_t *clusters);
 };
 
-// Multiplies up to 64 vectors. launched: receives whether the kernel was launched. The kernel is not launched if it has
-// no code for the current device, or if the vectors do not fit in shared memory, as is the case for more than
-// IBP_MOST_INVARIANT vectors.
+// Multiplies up to IBP_MOST_INVARIANT vectors. launched: receives whether the kernel was launched. The kernel is not
+// launched if it has no code for the current device, or if the vectors do not fit in shared memory.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
 // Multiplies up to 256 vectors. image: image_bytes() bytes of device memory, which receive a copy of the vectors.
@@ -31,12 +30,17 @@ ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream strea
 
 constexpr uint32_t kMostOfTiles = 256; // largest number of vectors that multiply_tiles takes
 
-// Returns the size in bytes of the image that multiply_tiles makes. The image has room for 128 or 256 vectors, and for
-// columns in whole steps.
+// Returns the number of vectors that the kernel for num_vectors vectors has room for: 64, 128 or 256.
+inline uint32_t room_of_tiles(uint32_t num_vectors)
+{
+    return num_vectors <= 64u ? 64u : num_vectors <= 128u ? 128u : kMostOfTiles;
+}
+// Returns the size in bytes of the image that multiply_tiles makes. The image has room for 64, 128 or 256 vectors, and
+// for columns in whole steps.
 inline int64_t image_bytes(uint32_t num_vectors, uint32_t num_columns)
 {
     const int64_t steps = (int64_t{num_columns} + kStepColumns - 1) / kStepColumns;
-    return steps * kStepColumns * 2 * (num_vectors <= kMostOfTiles / 2u ? kMostOfTiles / 2u : kMostOfTiles);
+    return steps * kStepColumns * 2 * room_of_tiles(num_vectors);
 }
 
 } // namespace ibp

@@ -133,8 +133,11 @@ static ibp_status launch_best(const LinearJob &job, uint8_t *image, ibp_stream s
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched)
 {
     *launched = false;
-    return job.num_vectors <= kMostOfTiles / 2u ? launch_best<kMostOfTiles / 2u>(job, image, stream, launched)
-                                                : launch_best<kMostOfTiles>(job, image, stream, launched);
+    switch (room_of_tiles(job.num_vectors)) {
+    case 64: return launch_best<64>(job, image, stream, launched);
+    case 128: return launch_best<128>(job, image, stream, launched);
+    default: return launch_best<kMostOfTiles>(job, image, stream, launched);
+    }
 }
 
 } // namespace ibp

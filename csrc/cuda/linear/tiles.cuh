@@ -36,8 +36,8 @@ struct TilesJob {
     uint32_t parts; // number of parts of the columns, one for each block of a cluster: 1, 2, 3, 4 or 8
 };
 
-// The sizes and the shared memory of a block. VECTORS: 128 or 256, the largest number of vectors. GROUPS: number of
-// groups of four warps that multiply: 2 or 3, but 3 only if VECTORS is 128.
+// The sizes and the shared memory of a block. VECTORS: 64, 128 or 256, the largest number of vectors. GROUPS: number of
+// groups of four warps that multiply: 2 or 3, but 3 only if VECTORS is not 256.
 template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = GROUPS, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
@@ -49,7 +49,8 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     // of a step of 128 rows.
     static constexpr uint32_t kStepCost = GROUPS == 2u ? 13 : 16;
     static constexpr uint32_t kHalf = kStepColumns / 2u;
-    static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : 3, kHalfStages = 4;
+    static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : VECTORS == 64u && GROUPS == 2u ? 5 : 3,
+                              kHalfStages = 4;
     static constexpr uint32_t kDigitsStart = kTileRows * kStepColumns, kWeightBytes = kDigitsStart / 2u * 3u,
                               kHalfBytes = VECTORS * kHalf * 2u;
     static constexpr uint32_t kHalvesStart = kWeightStages * kWeightBytes,
@@ -130,7 +131,9 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
     }
 
   private:
-    static constexpr uint32_t kFirstOfRings = 2; // number of named barriers that precede the barriers of the rings
+    // If kernels are emulated, named barriers stand in for the barriers of the rings. They have IDs that no named barrier
+    // of a GPU has.
+    static constexpr uint32_t kFirstOfRings = 16;
 };
 template <class Block> using WeightRing = Ring<Block, 0, Block::kWeightStages>;
 template <class Block> using HalfRing = Ring<Block, 2u * Block::kWeightStages, Block::kHalfStages>;
