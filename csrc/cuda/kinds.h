@@ -34,16 +34,21 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 }
 
 // Calls use(zero) and returns its result. zero is a 0 of the unsigned integer type that has the size of an element, so
-// that use can be a template over this type.
-template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &use)
+// that use can be a template over this type. Returns IBP_INVALID_ARGUMENT if elements have less than LEAST or more than
+// MOST bytes.
+template <uint32_t LEAST = 1, uint32_t MOST = 8, class Use>
+ibp_status by_element(const ibp_codebook &cb, const Use &use)
 {
-    switch (cb.planes.element_bytes) {
-    case 1: return use(uint8_t{0});
-    case 2: return use(uint16_t{0});
-    case 4: return use(uint32_t{0});
-    case 8: return use(uint64_t{0});
-    default: return IBP_INVALID_ARGUMENT;
-    }
+    const uint32_t size = cb.planes.element_bytes;
+    if constexpr (LEAST <= 1u)
+        if (size == 1u) return use(uint8_t{0});
+    if constexpr (LEAST <= 2u && MOST >= 2u)
+        if (size == 2u) return use(uint16_t{0});
+    if constexpr (LEAST <= 4u && MOST >= 4u)
+        if (size == 4u) return use(uint32_t{0});
+    if constexpr (MOST >= 8u)
+        if (size == 8u) return use(uint64_t{0});
+    return IBP_INVALID_ARGUMENT;
 }
 
 // Returns the number of clusters (FORMAT.md section 7). If there are several, a byte with the index of its cluster

@@ -61,11 +61,18 @@ def machine(looks_for_races=False):
     return [([*command, "-DSIMT_ASAN"], TESTS / "emulated_simt.cpp")]
 
 
+def elements_of(path):
+    """The flags with which a source is compiled: once for each type of element if csrc/Makefile says so."""
+    name = path.relative_to(CSRC / "cuda").with_suffix("")
+    listed = re.search(rf"^    {name}:([\d,]+)", (CSRC / "Makefile").read_text(), re.M)
+    return [[f"-DIBP_ELEMENT=uint{bits}_t"] for bits in listed[1].split(",")] if listed else [[]]
+
+
 def build(flags, program="tables", kernels=KERNELS):
     """A program, tests/c/emulated_{program}.cpp, for kernels in csrc/cuda, compiled with flags: FLAGS, OPTIMISED_FLAGS
     or RACE_FLAGS."""
     sources = [path for pattern in kernels for path in sorted((CSRC / "cuda").glob(pattern))]
-    sources.sort(key=lambda path: not path.name.startswith("listed"))  # what takes longest to compile is begun first
+    sources.sort(key=lambda path: len(elements_of(path)) == 1)  # what takes longest to compile is begun first
     translated = {}
     for path in [*CSRC.glob("core/*.h"), *CSRC.glob("internal/*.h"), *CSRC.glob("cuda/**/*.*h"), *sources]:
         name = path.relative_to(CSRC).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
@@ -75,7 +82,7 @@ def build(flags, program="tables", kernels=KERNELS):
     of_kernels = [*command, "-fsanitize=thread"] if looks_for_races else command
     objects = compiled(
         [
-            *((of_kernels, translated[path]) for path in sources),
+            *(([*of_kernels, *flag], translated[path]) for path in sources for flag in elements_of(path)),
             (command, TESTS / f"emulated_{program}.cpp"),
             *machine(looks_for_races),
         ]

@@ -1,21 +1,18 @@
 // decode_pairs.cu - launches gathers of the rows that decode_pairs.cuh decodes, if digits have two bits and all columns
-// share their entries.
+// share their entries. This file is compiled once for each IBP_ELEMENT (csrc/Makefile).
 #include "gather.cuh"
 #include "decode_pairs.cuh"
 
 namespace ibp {
 
-template <class G> using Pairs1 = PairsDecoder<uint8_t, G, false>;
-template <class G> using Pairs2 = PairsDecoder<uint16_t, G, false>;
-template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
+template <class G> using Pairs = PairsDecoder<IBP_ELEMENT, G, false>;
 
-ibp_status gather_pairs(const Gather &gather)
+template <typename T> ibp_status gather_pairs(const Gather &gather)
 {
-    switch (gather.table.codebook.planes.element_bytes) {
-    case 1: return launch_by_group<Pairs1, kEightTiles>(gather);
-    case 2: return launch_by_group<Pairs2, kEightTiles | kWholeBlock>(gather);
-    default: return launch_by_group<Pairs4, kEightTiles | kWholeBlock>(gather);
-    }
+    constexpr uint32_t kGroups = sizeof(IBP_ELEMENT) == 1 ? kEightTiles : kEightTiles | kWholeBlock;
+    return launch_by_group<Pairs, kGroups>(gather);
 }
+
+template ibp_status gather_pairs<IBP_ELEMENT>(const Gather &);
 
 } // namespace ibp

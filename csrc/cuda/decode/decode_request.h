@@ -95,15 +95,15 @@ ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8
 // complete rows.
 bool use_cache(const ibp_cache *cache, Request *request);
 
-// Each of these functions launches a gather with one decoder. Every decoder has its own translation unit in this
-// folder. gather.cu says which codebooks each decoder takes.
+// Each of these functions launches a gather with one decoder. Every decoder has its own .cu file in this folder.
+// gather.cu says which codebooks each decoder takes. T: the type of an element, as in by_element (kinds.h).
 ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);
 ibp_status gather_fast(const Gather &gather);
-ibp_status gather_pairs(const Gather &gather);
-ibp_status gather_columns(const Gather &gather);
+template <typename T> ibp_status gather_pairs(const Gather &gather);
+template <typename T> ibp_status gather_columns(const Gather &gather);
 ibp_status gather_triples(const Gather &gather);
-ibp_status gather_dense(const Gather &gather);
+template <typename T> ibp_status gather_dense(const Gather &gather);
 ibp_status gather_listed(const Gather &gather);
 
 } // namespace ibp

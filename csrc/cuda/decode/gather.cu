@@ -74,6 +74,20 @@ static bool is_of_triples(const ibp_codebook &cb)
            !planes.per_column && cb.row_bytes <= kWarpRowBytes;
 }
 
+// Launch gathers with the decoders that are compiled for each type of element.
+static ibp_status gather_of_pairs(const Gather &gather)
+{
+    return by_element<1, 4>(gather.table.codebook, [&](auto zero) { return gather_pairs<decltype(zero)>(gather); });
+}
+static ibp_status gather_of_columns(const Gather &gather)
+{
+    return by_element<2, 4>(gather.table.codebook, [&](auto zero) { return gather_columns<decltype(zero)>(gather); });
+}
+static ibp_status gather_any_dense(const Gather &gather)
+{
+    return by_element(gather.table.codebook, [&](auto zero) { return gather_dense<decltype(zero)>(gather); });
+}
+
 // The decoders, in order of preference. A codebook is decoded by the first decoder of its scheme for which
 // takes(codebook) is true and `known` has all PlanesFields that the codebook uses.
 static const struct {
@@ -86,10 +100,10 @@ static const struct {
     {IBP_SCHEME_IBP, is_any, 0, gather_masks},
     {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed},
     {IBP_SCHEME_PLANES, is_fast, kDenseFields, gather_fast},
-    {IBP_SCHEME_PLANES, is_of_columns, kDenseFields, gather_columns},
-    {IBP_SCHEME_PLANES, is_of_pairs, kDenseFields, gather_pairs},
+    {IBP_SCHEME_PLANES, is_of_columns, kDenseFields, gather_of_columns},
+    {IBP_SCHEME_PLANES, is_of_pairs, kDenseFields, gather_of_pairs},
     {IBP_SCHEME_PLANES, is_of_triples, kDenseFields, gather_triples},
-    {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_dense},
+    {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_any_dense},
 };
 
 static ibp_status launch(const Gather &gather)

@@ -1,8 +1,8 @@
 // encode.cu - the functions of ibp_cuda_rows.h that measure and encode rows, in two passes or in one (the paper's
 // section 4.2). They check the arguments and choose the encoder. The kernels are in rows.cuh.
 #include "../cuda_checks.h"
+#include "encode_listed.cuh"
 #include "encode_request.h"
-#include "../kinds.h"
 
 namespace ibp {
 
@@ -21,6 +21,34 @@ static bool has_values(const ibp_codebook &cb)
     return is_dense(cb) && size <= 4u && (has_code_table(cb) || has_ranks);
 }
 
+// Returns whether encode_listed.cuh can encode with a codebook.
+static bool is_gathered(const ibp_codebook &cb)
+{
+    return is_listed(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongestOfWarp;
+}
+
+// Launch encoders that are compiled for each type of element.
+static ibp_status measure_any_dense(const Measure &measure)
+{
+    return by_element(measure.codebook, [&](auto zero) { return measure_dense<decltype(zero)>(measure); });
+}
+static ibp_status encode_any_dense(const Encode &encode)
+{
+    return by_element(codebook_of(encode), [&](auto zero) { return encode_dense<decltype(zero)>(encode); });
+}
+static ibp_status encode_of_values(const Encode &encode)
+{
+    return by_element<1, 4>(codebook_of(encode), [&](auto zero) { return encode_values<decltype(zero)>(encode); });
+}
+static ibp_status encode_gathered(const Encode &encode)
+{
+    return by_element<1, 4>(codebook_of(encode), [&](auto zero) { return encode_listed<decltype(zero)>(encode); });
+}
+static ibp_status encode_other_listed(const Encode &encode)
+{
+    return by_element(codebook_of(encode), [&](auto zero) { return encode_any_listed<decltype(zero)>(encode); });
+}
+
 // An encoder and the codebooks that it takes. A codebook gets the first encoder of its scheme in the list for which
 // takes(codebook) is true and `known` has all PlanesFields that the codebook uses. Rows of scheme raw are stored
 // uncompressed; the kernels do this with any encoder.
@@ -34,10 +62,11 @@ struct Encoder {
 static const Encoder kEncoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
-    {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
+    {IBP_SCHEME_PLANES, is_gathered, kGatheredFields, measure_listed, encode_gathered},
+    {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_other_listed},
     {IBP_SCHEME_PLANES, encodes_fast, kConsecutive, measure_fast, encode_fast},
-    {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_dense, encode_values},
-    {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
+    {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_any_dense, encode_of_values},
+    {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_any_dense, encode_any_dense},
 };
 
 // Returns the encoder of a codebook, or NULL.

@@ -1,26 +1,21 @@
 // encode_dense.cu - measures the dense rows of scheme planes that encode_fast.cu does not measure, and encodes the
-// dense rows that neither encode_fast.cu nor values.cu encodes.
+// dense rows that neither encode_fast.cu nor values.cu encodes. This file is compiled once for each IBP_ELEMENT
+// (csrc/Makefile).
 #include "planes.cuh"
 #include "rows.cuh"
 
 namespace ibp {
 
-template <typename T> struct DenseEncoders {
-    template <uint32_t THREADS> using Measuring = PlanesCensus<T, false, THREADS, kAllFields, true>;
-    template <uint32_t THREADS> using Encoding = PlanesEncoder<T, false, THREADS, kAllFields>;
-};
+template <uint32_t THREADS> using Measuring = PlanesCensus<IBP_ELEMENT, false, THREADS, kAllFields, true>;
+template <uint32_t THREADS> using Encoding = PlanesEncoder<IBP_ELEMENT, false, THREADS, kAllFields>;
 
-ibp_status measure_dense(const Measure &measure)
+template <typename T> ibp_status measure_dense(const Measure &measure)
 {
-    return by_element(measure.codebook, [&](auto zero) {
-        return launch_by_threads<DenseEncoders<decltype(zero)>::template Measuring>(measure);
-    });
+    return launch_by_threads<Measuring>(measure);
 }
-ibp_status encode_dense(const Encode &encode)
-{
-    return by_element(codebook_of(encode), [&](auto zero) {
-        return launch_by_threads<DenseEncoders<decltype(zero)>::template Encoding>(encode);
-    });
-}
+template <typename T> ibp_status encode_dense(const Encode &encode) { return launch_by_threads<Encoding>(encode); }
+
+template ibp_status measure_dense<IBP_ELEMENT>(const Measure &);
+template ibp_status encode_dense<IBP_ELEMENT>(const Encode &);
 
 } // namespace ibp

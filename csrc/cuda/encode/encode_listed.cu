@@ -1,13 +1,19 @@
-// encode_listed.cu - encodes listed rows of scheme planes. This file compiles the encoders for codebooks that use no
-// PlanesField and have elements of less than eight bytes; listed_fields.cu compiles those for all others.
-#include "listed_encoders.cuh"
+// encode_listed.cu - encodes the listed rows of scheme planes for which encode.cu chooses encode_listed.cuh. This file is
+// compiled once for each IBP_ELEMENT (csrc/Makefile).
+#include "encode_listed.cuh"
+#include "rows.cuh"
 
 namespace ibp {
 
-ibp_status encode_listed(const Encode &encode)
+template <uint32_t THREADS> using Plain = ListedEncoder<IBP_ELEMENT, THREADS, kNoFields>;
+template <uint32_t THREADS> using WithFields = ListedEncoder<IBP_ELEMENT, THREADS, kGatheredFields>;
+
+template <typename T> ibp_status encode_listed(const Encode &encode)
 {
-    using Plain = ListedEncoders<kNoFields>;
-    return Plain::take(codebook_of(encode)) ? Plain::launch(encode) : encode_listed_of_any_fields(encode);
+    return knows_fields(codebook_of(encode), kNoFields) ? launch_by_threads<Plain, kWarp>(encode)
+                                                        : launch_by_threads<WithFields, kWarp>(encode);
 }
+
+template ibp_status encode_listed<IBP_ELEMENT>(const Encode &);
 
 } // namespace ibp

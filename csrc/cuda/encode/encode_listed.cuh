@@ -13,6 +13,9 @@
 
 namespace ibp {
 
+constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault; // the PlanesFields that ListedEncoder supports
+
+// FIELDS: the PlanesFields that the codebook may use; flags of kGatheredFields.
 template <typename T, uint32_t THREADS, uint32_t FIELDS>
 struct ListedEncoder : ValuesEncoder<T, true, THREADS, FIELDS> {
     static_assert(sizeof(T) <= 4, "elements must have at most four bytes");

@@ -31,16 +31,16 @@ struct Encode {
 inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
 inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
 
-// Each of these functions launches a kernel of one encoder. Every encoder has its own translation unit in this folder.
-// encode.cu says which codebooks each encoder takes.
+// Each of these functions launches a kernel of one encoder. Every encoder has its own .cu file in this folder. encode.cu
+// says which codebooks each encoder takes. T: the type of an element, as in by_element (kinds.h).
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);
-ibp_status measure_dense(const Measure &measure);
-ibp_status encode_dense(const Encode &encode);
+template <typename T> ibp_status measure_dense(const Measure &measure);
+template <typename T> ibp_status encode_dense(const Encode &encode);
 ibp_status measure_listed(const Measure &measure);
-ibp_status encode_listed(const Encode &encode);
-ibp_status encode_listed_of_any_fields(const Encode &encode); // for encode_listed.cu
-ibp_status encode_values(const Encode &encode);
+template <typename T> ibp_status encode_listed(const Encode &encode);
+template <typename T> ibp_status encode_any_listed(const Encode &encode);
+template <typename T> ibp_status encode_values(const Encode &encode);
 ibp_status measure_fast(const Measure &measure);
 ibp_status encode_fast(const Encode &encode);
 

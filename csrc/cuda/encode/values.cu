@@ -1,5 +1,5 @@
 // values.cu - encodes the dense rows of scheme planes for which encode.cu chooses values.cuh. encode_dense.cu measures
-// these rows.
+// these rows. This file is compiled once for each IBP_ELEMENT (csrc/Makefile).
 #include "rows.cuh"
 #include "values.cuh"
 
@@ -14,31 +14,27 @@ template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
     const ibp_status status = read_device(&device);
     if (status != IBP_OK) return status;
     const uint64_t wanted = uint64_t{Encoder::table_bytes(cb)} + group_bytes_of<Encoder>(cb);
-    return wanted <= static_cast<uint64_t>(device.block_bytes) ? launch_rows<Encoder>(encode) : encode_dense(encode);
+    return wanted <= static_cast<uint64_t>(device.block_bytes) ? launch_rows<Encoder>(encode)
+                                                               : encode_dense<IBP_ELEMENT>(encode);
 }
 
-template <typename T, bool COLUMNS> static ibp_status launch(const Encode &encode)
+template <bool COLUMNS> static ibp_status launch(const Encode &encode)
 {
     const uint32_t row_bytes = codebook_of(encode).row_bytes;
-    if (COLUMNS && row_bytes > kLongestOfWarp) return encode_dense(encode);
+    if (COLUMNS && row_bytes > kLongestOfWarp) return encode_dense<IBP_ELEMENT>(encode);
     constexpr uint32_t kFew = COLUMNS ? kPartLanes : kFewLanes, kMany = COLUMNS ? kWarp : kMostEncodeThreads;
     return by_threads<kFew, kMany>(row_bytes, [&](auto threads) {
-        return encode_if_fits<DenseValuesEncoder<T, decltype(threads)::value, COLUMNS>>(encode);
+        return encode_if_fits<DenseValuesEncoder<IBP_ELEMENT, decltype(threads)::value, COLUMNS>>(encode);
     });
 }
 
-ibp_status encode_values(const Encode &encode)
+template <typename T> ibp_status encode_values(const Encode &encode)
 {
-    return by_element(codebook_of(encode), [&](auto zero) {
-        using Element = decltype(zero);
-        if constexpr (sizeof zero > 4)
-            return IBP_INVALID_ARGUMENT;
-        else if constexpr (sizeof zero > 1)
-            return codebook_of(encode).planes.per_column ? launch<Element, true>(encode)
-                                                         : launch<Element, false>(encode);
-        else
-            return launch<Element, false>(encode);
-    });
+    if constexpr (sizeof(IBP_ELEMENT) > 1)
+        if (codebook_of(encode).planes.per_column) return launch<true>(encode);
+    return launch<false>(encode);
 }
+
+template ibp_status encode_values<IBP_ELEMENT>(const Encode &);
 
 } // namespace ibp
