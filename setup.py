@@ -158,8 +158,12 @@ class BuildNative(build_ext):
                 "the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds "
                 "without CUDA."
             )
-        for built, target in self.artefacts():
-            install_file(built, self.package_parent() / target)
+        targets = [self.package_parent() / target for _, target in self.artefacts()]
+        for library in (self.package_parent() / "ibp" / "_lib").glob("libibp.so.*"):
+            if library not in targets:  # the library of an earlier version, which has another soname
+                library.unlink()
+        for (built, _), target in zip(self.artefacts(), targets):
+            install_file(built, target)
 
     def module_name(self):
         return os.path.basename(self.get_ext_filename("ibp._core"))
