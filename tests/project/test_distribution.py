@@ -93,7 +93,7 @@ def test_wheels_with_cuda_want_nvcc(build_wheels, monkeypatch):
 
 def test_a_wheel_names_no_directory_of_its_builder(build_wheels, tmp_path):
     with zipfile.ZipFile(tmp_path / "ibp.whl", "w") as archive:
-        archive.writestr("ibp/_lib/libibp.so.0.2", b"text")
+        archive.writestr("ibp/_lib/libibp.so.0.3", b"text")
         archive.writestr("ibp/_cli/doctor.py", f"built in {tmp_path}/here")
     assert build_wheels.faults_of_wheel(tmp_path / "ibp.whl", [tmp_path]) == [
         f"ibp/_cli/doctor.py holds the path {tmp_path}"
