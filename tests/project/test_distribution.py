@@ -51,6 +51,13 @@ def build_wheels(monkeypatch):
     return build_wheels
 
 
+@pytest.mark.parametrize(("python", "has_dgl"), [((3, 10, 13), True), ((3, 12, 1), True), ((3, 13, 0), False)])
+def test_extras_ask_for_what_a_python_can_install(build_wheels, monkeypatch, python, has_dgl):
+    monkeypatch.setattr(sys, "version_info", python)
+    named = build_wheels.requirements.read("frameworks")
+    assert ("dgl==2.1.0" in named) == has_dgl and "scipy" in named
+
+
 def test_wheels_for_pythons_that_are_there(build_wheels):
     (python,) = build_wheels.pythons_of([sys.executable])
     assert python.version == "{}.{}".format(*sys.version_info[:2]) and python.has_torch
