@@ -158,12 +158,7 @@ class BuildNative(build_ext):
                 "the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds "
                 "without CUDA."
             )
-        targets = [self.package_parent() / target for _, target in self.artefacts()]
-        for library in (self.package_parent() / "ibp" / "_lib").glob("libibp.so.*"):
-            if library not in targets:  # the library of an earlier version, which has another soname
-                library.unlink()
-        for (built, _), target in zip(self.artefacts(), targets):
-            install_file(built, target)
+        install_package(self.artefacts(), self.package_parent())
 
     def module_name(self):
         return os.path.basename(self.get_ext_filename("ibp._core"))
@@ -185,6 +180,15 @@ class BuildNative(build_ext):
         if not (self.inplace or self.editable_mode):
             return {}
         return {os.path.join(self.build_lib, target): str(ROOT / target) for _, target in self.artefacts()}
+
+
+def install_package(artefacts, parent):
+    """Installs the built files, and removes the library of an earlier version, which has another soname."""
+    for built, target in artefacts:
+        install_file(built, parent / target)
+    for library in (parent / "ibp" / "_lib").glob("libibp.so.*"):
+        if str(library.relative_to(parent)) not in dict(artefacts).values():
+            library.unlink()
 
 
 def install_file(source, target):

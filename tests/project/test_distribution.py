@@ -1,6 +1,7 @@
 """What is distributed: the files of the source distribution, and the script that builds wheels."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import ibp
 from native import ROOT
@@ -41,6 +43,16 @@ def test_pages_name_this_version():
         assert text in (ROOT / page).read_text(), text
     sections = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert next(name for name in sections if not name.endswith(" (unreleased)")) == ibp.__version__
+
+
+def test_the_library_of_an_earlier_version_is_removed(monkeypatch, tmp_path):
+    """Otherwise a folder in which two versions were built would have both, and so would its wheels."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    install_package = runpy.run_path(str(ROOT / "setup.py"))["install_package"]
+    (tmp_path / "libibp").write_text("")
+    for name in ("libibp.so.0.2", "libibp.so.0.3"):
+        install_package([(tmp_path / "libibp", f"ibp/_lib/{file}") for file in ("libibp.so", name)], tmp_path)
+    assert sorted(path.name for path in (tmp_path / "ibp" / "_lib").iterdir()) == ["libibp.so", "libibp.so.0.3"]
 
 
 @pytest.fixture
