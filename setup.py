@@ -158,8 +158,7 @@ class BuildNative(build_ext):
                 "the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds "
                 "without CUDA."
             )
-        for built, target in self.artefacts():
-            install_file(built, self.package_parent() / target)
+        install_package(self.artefacts(), self.package_parent())
 
     def module_name(self):
         return os.path.basename(self.get_ext_filename("ibp._core"))
@@ -181,6 +180,15 @@ class BuildNative(build_ext):
         if not (self.inplace or self.editable_mode):
             return {}
         return {os.path.join(self.build_lib, target): str(ROOT / target) for _, target in self.artefacts()}
+
+
+def install_package(artefacts, parent):
+    """Installs the built files, and removes the library of an earlier version, which has another soname."""
+    for built, target in artefacts:
+        install_file(built, parent / target)
+    for library in (parent / "ibp" / "_lib").glob("libibp.so.*"):
+        if str(library.relative_to(parent)) not in dict(artefacts).values():
+            library.unlink()
 
 
 def install_file(source, target):

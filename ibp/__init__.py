@@ -44,10 +44,11 @@ from ._fetch.gather import Prefetch, index_select
 from ._fetch.linear import linear
 from ._fetch.streaming import decompress
 from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open, save
+from ._files.opened import _reopened
 from ._machine.memory import release_pinned
 from ._machine.memory import usual as _usual
 from ._offload import Offloaded, OffloadStats, offload
-from ._rows.estimation import Estimate, estimate
+from ._rows.estimation import Estimate, SchemeEstimate, estimate
 from ._rows.handle import CorruptTableError
 from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor
@@ -103,7 +104,7 @@ __all__ = [
     "show_config",
     "spill",
 ]
-_published(__name__)
+_published(__name__, SchemeEstimate, _reopened)
 
 # Pickles of earlier commits name modules that have since been merged into others. pickle finds them under these names.
 for _former, _present in (

@@ -34,6 +34,7 @@ from ._common.process import Closing, ForkLock, OfThisProcess, published
 from ._machine import memory
 from ._offload.weights import release, rest, wake
 from ._rows.geometry import bytes_of
+from ._rows.learning import Learner
 from ._tables.compressed_tensor import CompressedTensor
 from ._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._tables.weights import join as join_rows
@@ -395,4 +396,4 @@ def join(
     return join_rows([(by_rows(table), first, last) for table, first, last in parts], torch.device(device))
 
 
-__dir__ = published(__name__)
+__dir__ = published(__name__, Learner)

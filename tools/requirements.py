@@ -17,13 +17,14 @@ LISTS = {"build": ("requires", "dependencies")}  # Every other group is the list
 
 
 def read(group):
-    """Returns the requirements of a group: strings such as "torch>=2.10"."""
+    """Returns the requirements of a group that hold for the running Python: strings such as "torch>=2.10"."""
     text = PYPROJECT.read_text()
     lists = [
         re.search(rf"^{name} = (\[.*?\])", text, re.MULTILINE | re.DOTALL).group(1)
         for name in LISTS.get(group, (group,))
     ]
-    return [requirement for one in lists for requirement in ast.literal_eval(one)]
+    parts = [requirement.partition("; python_version < ") for one in lists for requirement in ast.literal_eval(one)]
+    return [name for name, _, version in parts if not version or sys.version_info < numbers(version)]
 
 
 def numbers(version):

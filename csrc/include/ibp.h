@@ -53,9 +53,9 @@
 extern "C" {
 #endif
 
-#define IBP_VERSION "0.2.0"
+#define IBP_VERSION "0.3.0"
 #define IBP_VERSION_MAJOR 0
-#define IBP_VERSION_MINOR 2
+#define IBP_VERSION_MINOR 3
 #define IBP_VERSION_PATCH 0
 /* A number that grows with every version. */
 #define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
@@ -65,7 +65,7 @@ extern "C" {
 /* The macros above describe the header that you compile with. The following functions describe the library that you
  * link or load. */
 
-/* Returns the version of the library as a string, such as "0.2.0". The string stays valid as long as the library is
+/* Returns the version of the library as a string, such as "0.3.0". The string stays valid as long as the library is
  * loaded. */
 IBP_API const char *ibp_version(void);
 

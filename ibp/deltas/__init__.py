@@ -17,7 +17,7 @@ from .._common.process import published
 from ._coding import DeltaMismatchError, fingerprint
 from ._delta import CheckpointDelta, Delta, make
 from ._receiving import OutOfSyncError, PlacedReceiver, Receiver, ShardPlace
-from ._sending import Sender
+from ._sending import Sender, _Extent
 
 __all__ = [
     "CheckpointDelta",
@@ -32,4 +32,4 @@ __all__ = [
     "make",
 ]
 
-__dir__ = published(__name__)
+__dir__ = published(__name__, _Extent)

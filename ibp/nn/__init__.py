@@ -18,7 +18,7 @@ from .._common.process import published
 from ._collection import EmbeddingCollection, _Group, _Part
 from ._compressing import ModelReport, compress, decompress
 from ._embedding import Embedding, EmbeddingBag
-from ._experts import Experts
+from ._experts import Calls, Experts
 from ._parameters import SharedTable, TableParameter
 from ._tables import Conv1D, Linear, _apply_checked, coded_state_dict, multiply_together
 
@@ -37,4 +37,4 @@ __all__ = [
     "multiply_together",
 ]
 
-__dir__ = published(__name__, SharedTable, _Group, _Part, _apply_checked)
+__dir__ = published(__name__, Calls, SharedTable, _Group, _Part, _apply_checked)

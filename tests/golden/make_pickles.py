@@ -3,7 +3,8 @@ RELEASE is a version or a commit. What a release wrote stays as it is for good; 
 
     0.2.0     (d64cb9eb) tables codebooks deltas states optimizers
     a0b6f550  (the last commit with all names at the root) the same, wholes values
-    9a775411  all kinds
+    9a775411  all kinds but reports; no modules "Conv1D" and "coded"
+    0.3.0     all kinds but coded_rows, which no longer pickle
 
 The other kinds of the first two did not load in 9a775411 any more.
 
@@ -21,6 +22,7 @@ import lzma
 import pathlib
 import pickle
 import sys
+import tempfile
 from collections.abc import Mapping
 
 import torch
@@ -104,13 +106,20 @@ def modules():
         "Linear": nn.Linear(table_of(weight), torch.arange(20.0)),
     }
     made["Sequential"] = torch.nn.Sequential(made["Embedding"], made["Linear"]).eval()
-    if hasattr(nn, "compress"):  # not in 0.2
-        model = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20, bias=False))
-        model[0].weight.data = rows()
-        model[1].weight = model[0].weight
-        nn.compress(model.requires_grad_(False), min_bytes=0)
-        made["compressed"] = model
+    if hasattr(nn, "Conv1D"):  # not in 0.2
+        made["Conv1D"] = nn.Conv1D(table_of(weight), torch.arange(20.0))
+        made["compressed"] = compressed_model(rows())  # which stays plain since codebooks count as stored bytes
+        made["coded"] = compressed_model(rows(200, 64))
     return made
+
+
+def compressed_model(weight):
+    """A model whose embedding is its last layer, too."""
+    model = torch.nn.Sequential(torch.nn.Embedding(*weight.shape), torch.nn.Linear(*weight.T.shape, bias=False))
+    model[0].weight.data = weight
+    model[1].weight = model[0].weight
+    ibp.nn.compress(model.requires_grad_(False), min_bytes=0)
+    return model
 
 
 def states():
@@ -155,8 +164,33 @@ def values():
     return made
 
 
+def reports():
+    """What calls say of their work, and what processes tell each other."""
+    x = rows(200, 64)
+    pages = ibp.kv.pack(x.view(100, 2, 64), ibp.kv.PageCodec(table_of(x, scheme="planes").codebook, 512))
+    with tempfile.TemporaryDirectory() as folder:
+        ibp.save(f"{folder}/plain.safetensors", {"w": x})
+        report = ibp.checkpoints.compress(f"{folder}/plain.safetensors", f"{folder}/coded.safetensors", device="cpu")
+        with ibp.open(f"{folder}/coded.safetensors") as file:
+            info = file.info("w")
+    return {
+        "ModelReport": ibp.nn.compress(torch.nn.Sequential(torch.nn.Embedding.from_pretrained(x)), min_bytes=0),
+        "CheckpointReport": dataclasses.replace(report, path="coded.safetensors"),  # no path of a machine
+        "CheckpointEstimate": ibp.checkpoints.estimate({"w": x}),
+        "TensorInfo": info,
+        "RowCounts": coded_rows()["filled"].counts(),
+        "Codec": ibp.distributed.Codec.learn(x.repeat(16, 1)),
+        "Link": ibp.distributed.Link(12.5),
+        "PackedPages": pages._replace(message=pages.message[: int(pages.used)].clone()),
+        "ModelOptions": ibp.adapters.ModelOptions(exclude="lm_head"),
+        "CodedWeight": ibp.adapters.WeightCompressor({"device": "cpu"}).code("w", x),
+        "OutOfSyncError": ibp.deltas.OutOfSyncError("a message is lost"),
+    }
+
+
 INPUTS = {"EmbeddingBag": IDS.view(2, 2), "EmbeddingCollection": {"a": IDS.view(2, 2), "b": IDS.view(2, 2) % 10}}
-INPUTS["Linear"] = rows()[:2]  # of small integers, whose sums of products are exact in any order
+# Of small integers, whose sums of products are exact in any order.
+INPUTS["Linear"], INPUTS["Conv1D"] = rows()[:2], rows()[:2]
 
 
 @torch.no_grad()
@@ -173,6 +207,8 @@ def contents(kind, name, value):
         return [str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()[:16]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, (torch.dtype, Exception)):
+        return repr(value)
     if hasattr(value, "decompress"):
         return contents(kind, name, value.decompress())
     if hasattr(value, "decode"):
@@ -184,13 +220,15 @@ def contents(kind, name, value):
         return [value.scheme, value.row_bytes, value.expected_savings, contents(kind, name, packed)]
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "min_bytes"):  # options of models
+        value = vars(value)
     if isinstance(value, Mapping):
         return {str(key): contents(kind, name, of_key) for key, of_key in value.items()}
     return [contents(kind, name, item) for item in value]
 
 
 SAVED = ("ibp, slots", "planes, packed", "planes, clusters")  # in saved.safetensors
-KINDS = (tables, codebooks, deltas, states, optimizers, wholes, values, coded_rows, modules)
+KINDS = (tables, codebooks, deltas, states, optimizers, wholes, values, coded_rows, modules, reports)
 
 
 def main(release, *kinds):

@@ -1,6 +1,7 @@
 """What is distributed: the files of the source distribution, and the script that builds wheels."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import ibp
 from native import ROOT
@@ -43,12 +45,29 @@ def test_pages_name_this_version():
     assert next(name for name in sections if not name.endswith(" (unreleased)")) == ibp.__version__
 
 
+def test_the_library_of_an_earlier_version_is_removed(monkeypatch, tmp_path):
+    """Otherwise a folder in which two versions were built would have both, and so would its wheels."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    install_package = runpy.run_path(str(ROOT / "setup.py"))["install_package"]
+    (tmp_path / "libibp").write_text("")
+    for name in ("libibp.so.0.2", "libibp.so.0.3"):
+        install_package([(tmp_path / "libibp", f"ibp/_lib/{file}") for file in ("libibp.so", name)], tmp_path)
+    assert sorted(path.name for path in (tmp_path / "ibp" / "_lib").iterdir()) == ["libibp.so", "libibp.so.0.3"]
+
+
 @pytest.fixture
 def build_wheels(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import build_wheels
 
     return build_wheels
+
+
+@pytest.mark.parametrize(("python", "has_dgl"), [((3, 10, 13), True), ((3, 12, 1), True), ((3, 13, 0), False)])
+def test_extras_ask_for_what_a_python_can_install(build_wheels, monkeypatch, python, has_dgl):
+    monkeypatch.setattr(sys, "version_info", python)
+    named = build_wheels.requirements.read("frameworks")
+    assert ("dgl==2.1.0" in named) == has_dgl and "scipy" in named
 
 
 def test_wheels_for_pythons_that_are_there(build_wheels):
@@ -93,7 +112,7 @@ def test_wheels_with_cuda_want_nvcc(build_wheels, monkeypatch):
 
 def test_a_wheel_names_no_directory_of_its_builder(build_wheels, tmp_path):
     with zipfile.ZipFile(tmp_path / "ibp.whl", "w") as archive:
-        archive.writestr("ibp/_lib/libibp.so.0.2", b"text")
+        archive.writestr("ibp/_lib/libibp.so.0.3", b"text")
         archive.writestr("ibp/_cli/doctor.py", f"built in {tmp_path}/here")
     assert build_wheels.faults_of_wheel(tmp_path / "ibp.whl", [tmp_path]) == [
         f"ibp/_cli/doctor.py holds the path {tmp_path}"
