@@ -26,6 +26,12 @@ static bool is_gathered(const ibp_codebook &cb)
 {
     return is_listed(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongestOfWarp;
 }
+// Long listed rows often have codebooks that use no PlanesField. They have encoders that know none, except for elements
+// of eight bytes, which are rare.
+static bool is_long_listed(const ibp_codebook &cb)
+{
+    return is_listed(cb) && cb.planes.element_bytes <= 4u && cb.row_bytes > kLongestOfWarp;
+}
 
 // Launch encoders that are compiled for each type of element.
 static ibp_status measure_any_dense(const Measure &measure)
@@ -43,6 +49,10 @@ static ibp_status encode_of_values(const Encode &encode)
 static ibp_status encode_gathered(const Encode &encode)
 {
     return by_element<1, 4>(codebook_of(encode), [&](auto zero) { return encode_listed<decltype(zero)>(encode); });
+}
+static ibp_status encode_of_long_listed(const Encode &encode)
+{
+    return by_element<1, 4>(codebook_of(encode), [&](auto zero) { return encode_long_listed<decltype(zero)>(encode); });
 }
 static ibp_status encode_other_listed(const Encode &encode)
 {
@@ -63,6 +73,7 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
     {IBP_SCHEME_PLANES, is_gathered, kGatheredFields, measure_listed, encode_gathered},
+    {IBP_SCHEME_PLANES, is_long_listed, kNoFields, measure_listed, encode_of_long_listed},
     {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_other_listed},
     {IBP_SCHEME_PLANES, encodes_fast, kConsecutive, measure_fast, encode_fast},
     {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_any_dense, encode_of_values},

@@ -1,6 +1,7 @@
-// encode_listed.cu - encodes the listed rows of scheme planes for which encode.cu chooses encode_listed.cuh. This file is
-// compiled once for each IBP_ELEMENT (csrc/Makefile).
+// encode_listed.cu - encodes listed rows of scheme planes: short rows for which encode.cu chooses encode_listed.cuh, and
+// long rows of codebooks that use no PlanesField. This file is compiled once for each IBP_ELEMENT (csrc/Makefile).
 #include "encode_listed.cuh"
+#include "planes.cuh"
 #include "rows.cuh"
 
 namespace ibp {
@@ -13,7 +14,12 @@ template <typename T> ibp_status encode_listed(const Encode &encode)
     return knows_fields(codebook_of(encode), kNoFields) ? launch_by_threads<Plain, kWarp>(encode)
                                                         : launch_by_threads<WithFields, kWarp>(encode);
 }
+template <typename T> ibp_status encode_long_listed(const Encode &encode)
+{
+    return launch_rows<PlanesEncoder<IBP_ELEMENT, true, kEncodeThreads, kNoFields>>(encode);
+}
 
 template ibp_status encode_listed<IBP_ELEMENT>(const Encode &);
+template ibp_status encode_long_listed<IBP_ELEMENT>(const Encode &);
 
 } // namespace ibp

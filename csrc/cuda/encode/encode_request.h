@@ -39,6 +39,7 @@ template <typename T> ibp_status measure_dense(const Measure &measure);
 template <typename T> ibp_status encode_dense(const Encode &encode);
 ibp_status measure_listed(const Measure &measure);
 template <typename T> ibp_status encode_listed(const Encode &encode);
+template <typename T> ibp_status encode_long_listed(const Encode &encode);
 template <typename T> ibp_status encode_any_listed(const Encode &encode);
 template <typename T> ibp_status encode_values(const Encode &encode);
 ibp_status measure_fast(const Measure &measure);
