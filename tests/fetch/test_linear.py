@@ -396,9 +396,9 @@ def test_what_is_not_finite(cuda, fused, count):
             assert torch.equal(kind(got), kind(wanted))
 
 
-@pytest.mark.parametrize("columns", [1024, 8192, 14336, 14368, 36896])
+@pytest.mark.parametrize("columns", [1024, 8192, 14336, 32736])
 def test_same_bits_every_time(cuda, fused, columns):
-    """Whatever else runs, and however many vectors there are, up to 32; also where only 8 fit in shared memory."""
+    """Whatever else runs, and however many vectors there are, up to 32, also of the longest rows."""
     weight, x = matrix(4096, columns, cuda), vectors(32, columns, cuda)
     table = coded(weight)
     first = ibp.linear(x, table)

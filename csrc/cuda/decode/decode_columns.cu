@@ -5,11 +5,13 @@
 
 namespace ibp {
 
-template <class G> using Columns = PairsDecoder<IBP_ELEMENT, G, true>;
+template <typename T> struct ColumnsDecoders {
+    template <class G> using Of = PairsDecoder<T, G, true>;
+};
 
 template <typename T> ibp_status gather_columns(const Gather &gather)
 {
-    return launch_by_group<Columns, kEightTiles>(gather);
+    return launch_by_group<ColumnsDecoders<T>::template Of, kEightTiles>(gather);
 }
 
 template ibp_status gather_columns<IBP_ELEMENT>(const Gather &);

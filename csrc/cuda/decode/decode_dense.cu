@@ -5,9 +5,14 @@
 
 namespace ibp {
 
-template <class G> using Dense = DenseDecoder<IBP_ELEMENT, G, true>;
+template <typename T> struct DenseDecoders {
+    template <class G> using Of = DenseDecoder<T, G, true>;
+};
 
-template <typename T> ibp_status gather_dense(const Gather &gather) { return launch_by_group<Dense>(gather); }
+template <typename T> ibp_status gather_dense(const Gather &gather)
+{
+    return launch_by_group<DenseDecoders<T>::template Of>(gather);
+}
 
 template ibp_status gather_dense<IBP_ELEMENT>(const Gather &);
 

@@ -5,12 +5,14 @@
 
 namespace ibp {
 
-template <class G> using Pairs = PairsDecoder<IBP_ELEMENT, G, false>;
+template <typename T> struct PairsDecoders {
+    template <class G> using Of = PairsDecoder<T, G, false>;
+};
 
 template <typename T> ibp_status gather_pairs(const Gather &gather)
 {
-    constexpr uint32_t kGroups = sizeof(IBP_ELEMENT) == 1 ? kEightTiles : kEightTiles | kWholeBlock;
-    return launch_by_group<Pairs, kGroups>(gather);
+    constexpr uint32_t kGroups = sizeof(T) == 1 ? kEightTiles : kEightTiles | kWholeBlock;
+    return launch_by_group<PairsDecoders<T>::template Of, kGroups>(gather);
 }
 
 template ibp_status gather_pairs<IBP_ELEMENT>(const Gather &);

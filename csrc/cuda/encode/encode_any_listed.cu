@@ -5,9 +5,14 @@
 
 namespace ibp {
 
-template <uint32_t THREADS> using Encoding = PlanesEncoder<IBP_ELEMENT, true, THREADS, kAllFields>;
+template <typename T> struct AnyListedEncoders {
+    template <uint32_t THREADS> using Of = PlanesEncoder<T, true, THREADS, kAllFields>;
+};
 
-template <typename T> ibp_status encode_any_listed(const Encode &encode) { return launch_by_threads<Encoding>(encode); }
+template <typename T> ibp_status encode_any_listed(const Encode &encode)
+{
+    return launch_by_threads<AnyListedEncoders<T>::template Of>(encode);
+}
 
 template ibp_status encode_any_listed<IBP_ELEMENT>(const Encode &);
 

@@ -6,14 +6,19 @@
 
 namespace ibp {
 
-template <uint32_t THREADS> using Measuring = PlanesCensus<IBP_ELEMENT, false, THREADS, kAllFields, true>;
-template <uint32_t THREADS> using Encoding = PlanesEncoder<IBP_ELEMENT, false, THREADS, kAllFields>;
+template <typename T> struct DenseEncoders {
+    template <uint32_t THREADS> using Measuring = PlanesCensus<T, false, THREADS, kAllFields, true>;
+    template <uint32_t THREADS> using Encoding = PlanesEncoder<T, false, THREADS, kAllFields>;
+};
 
 template <typename T> ibp_status measure_dense(const Measure &measure)
 {
-    return launch_by_threads<Measuring>(measure);
+    return launch_by_threads<DenseEncoders<T>::template Measuring>(measure);
 }
-template <typename T> ibp_status encode_dense(const Encode &encode) { return launch_by_threads<Encoding>(encode); }
+template <typename T> ibp_status encode_dense(const Encode &encode)
+{
+    return launch_by_threads<DenseEncoders<T>::template Encoding>(encode);
+}
 
 template ibp_status measure_dense<IBP_ELEMENT>(const Measure &);
 template ibp_status encode_dense<IBP_ELEMENT>(const Encode &);

@@ -6,17 +6,19 @@
 
 namespace ibp {
 
-template <uint32_t THREADS> using Plain = ListedEncoder<IBP_ELEMENT, THREADS, kNoFields>;
-template <uint32_t THREADS> using WithFields = ListedEncoder<IBP_ELEMENT, THREADS, kGatheredFields>;
+template <typename T, uint32_t FIELDS> struct ListedEncoders {
+    template <uint32_t THREADS> using Of = ListedEncoder<T, THREADS, FIELDS>;
+};
 
 template <typename T> ibp_status encode_listed(const Encode &encode)
 {
-    return knows_fields(codebook_of(encode), kNoFields) ? launch_by_threads<Plain, kWarp>(encode)
-                                                        : launch_by_threads<WithFields, kWarp>(encode);
+    return knows_fields(codebook_of(encode), kNoFields)
+               ? launch_by_threads<ListedEncoders<T, kNoFields>::template Of, kWarp>(encode)
+               : launch_by_threads<ListedEncoders<T, kGatheredFields>::template Of, kWarp>(encode);
 }
 template <typename T> ibp_status encode_long_listed(const Encode &encode)
 {
-    return launch_rows<PlanesEncoder<IBP_ELEMENT, true, kEncodeThreads, kNoFields>>(encode);
+    return launch_rows<PlanesEncoder<T, true, kEncodeThreads, kNoFields>>(encode);
 }
 
 template ibp_status encode_listed<IBP_ELEMENT>(const Encode &);
