@@ -1,5 +1,6 @@
-// encode_listed.cu - encodes listed rows of scheme planes: short rows for which encode.cu chooses encode_listed.cuh, and
-// long rows of codebooks that use no PlanesField. This file is compiled once for each IBP_ELEMENT (csrc/Makefile).
+// encode_listed.cu - encodes listed rows of scheme planes: the short rows for which encode.cu chooses
+// encode_listed.cuh, and long rows of codebooks that use no PlanesField. This file is compiled once for each
+// IBP_ELEMENT (csrc/Makefile).
 #include "encode_listed.cuh"
 #include "planes.cuh"
 #include "rows.cuh"

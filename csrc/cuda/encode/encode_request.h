@@ -31,8 +31,8 @@ struct Encode {
 inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
 inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
 
-// Each of these functions launches a kernel of one encoder. Every encoder has its own .cu file in this folder. encode.cu
-// says which codebooks each encoder takes. T: the type of an element, as in by_element (kinds.h).
+// Each of these functions launches a kernel of one encoder. Every encoder has its own .cu file in this folder.
+// encode.cu says which codebooks each encoder takes. T: the type of an element, as in by_element (kinds.h).
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);
 template <typename T> ibp_status measure_dense(const Measure &measure);

@@ -70,10 +70,9 @@ static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream
         if (most >= 2u * left) continue;
         job.num_vectors = *count = std::min(left, most);
         bool launched = false;
-        const ibp_status status = *count > IBP_MOST_INVARIANT
-                                      ? multiply_tiles(job, image, stream, &launched)
-                                  : *count > kMostVectors ? multiply_many(job, stream, &launched)
-                                                          : IBP_OK;
+        const ibp_status status = *count > IBP_MOST_INVARIANT ? multiply_tiles(job, image, stream, &launched)
+                                  : *count > kMostVectors     ? multiply_many(job, stream, &launched)
+                                                              : IBP_OK;
         if (status != IBP_OK || launched) return status;
     }
     job.num_vectors = *count = std::min(left, kMostVectors);

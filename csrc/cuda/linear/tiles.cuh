@@ -1,6 +1,6 @@
-// tiles.cuh - multiplies up to 256 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. It is used if
-// there are more vectors than many.cuh can hold. Each weight is decoded once for all vectors, in registers, as an
-// operand of `wgmma`.
+// tiles.cuh - multiplies up to 256 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. It is used
+// for more than IBP_MOST_INVARIANT vectors. Each weight is decoded once for all vectors, in registers, as an operand of
+// `wgmma`.
 //
 // A first kernel copies the vectors to an image in device memory, whose elements have the order of the operands of
 // `wgmma`. In a second kernel a block takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster
@@ -49,7 +49,9 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     // of a step of 128 rows.
     static constexpr uint32_t kStepCost = GROUPS == 2u ? 13 : 16;
     static constexpr uint32_t kHalf = kStepColumns / 2u;
-    static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : VECTORS == 64u && GROUPS == 2u ? 5 : 3,
+    static constexpr uint32_t kWeightStages = VECTORS == 256u                  ? 2
+                                              : VECTORS == 64u && GROUPS == 2u ? 5
+                                                                               : 3,
                               kHalfStages = 4;
     static constexpr uint32_t kDigitsStart = kTileRows * kStepColumns, kWeightBytes = kDigitsStart / 2u * 3u,
                               kHalfBytes = VECTORS * kHalf * 2u;
@@ -131,8 +133,8 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
     }
 
   private:
-    // If kernels are emulated, named barriers stand in for the barriers of the rings. They have IDs that no named barrier
-    // of a GPU has.
+    // If kernels are emulated, named barriers stand in for the barriers of the rings. They have IDs that no named
+    // barrier of a GPU has.
     static constexpr uint32_t kFirstOfRings = 16;
 };
 template <class Block> using WeightRing = Ring<Block, 0, Block::kWeightStages>;
