@@ -53,12 +53,18 @@ def pytest_ignore_collect(collection_path, config):
         return True if needs else None
 
 
-def pytest_collection_modifyitems(items):
-    """Raises UsageError if the name of a test contains an address. pytest-xdist needs the same names in every
-    process."""
+def pytest_collection_modifyitems(config, items):
+    """Raises UsageError if the name of a test contains an address. pytest-xdist needs the same names in every process.
+    Without a GPU, leaves out the tests that need one, because to skip each of thousands takes seconds. If
+    IBP_REQUIRE_CUDA=1, they stay, and fail."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
+    if not HAS_GPU and os.environ.get("IBP_REQUIRE_CUDA") != "1":
+        of_gpus = [item for item in items if {"cuda", "gpus"} & {*item.fixturenames}]
+        config.hook.pytest_deselected(items=of_gpus)
+        left_out = {*of_gpus}
+        items[:] = [item for item in items if item not in left_out]
     # Tests that compile, or run one program, for longest come first, so that other processes can run the other tests
     # meanwhile.
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))

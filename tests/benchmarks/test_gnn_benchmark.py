@@ -94,6 +94,7 @@ def test_sage_takes_means(dtype):
     torch.testing.assert_close(model(h, [places, inner]), wanted, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_the_script_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(gnn, "QUICK_CASES", (CASE, REAL))
     assert gnn.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0

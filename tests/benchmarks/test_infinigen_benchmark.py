@@ -182,6 +182,7 @@ def test_clones_that_are_none(tmp_path, monkeypatch):
     assert "ibp_cuda" not in sys.modules and sys.modules["ibp"] is infinigen.ibp
 
 
+@pytest.mark.slow
 def test_a_fork_that_makes_the_calls(tmp_path):
     """In a process of its own, because the fork's package has the name of another."""
     files = {

@@ -193,6 +193,7 @@ def test_the_compiler_is_loaded_by_those_who_compile():
     subprocess.run([sys.executable, "-c", _FIRST_CALLS], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_calls_outside_of_graphs(name):
     """A graph ends before them, and fullgraph=True, which allows no end, says so."""

@@ -1104,6 +1104,7 @@ def test_a_cache_that_could_not_forget_changed_rows_refuses_reads(monkeypatch):
         cache.index_select(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("call", ["update_", "update_ writable", "flush", "update_ of the table"])
 def test_interrupted_changes_leave_no_old_row(call, is_before):

@@ -187,6 +187,7 @@ def mix_up(monkeypatch):
     monkeypatch.setattr(_writing, "finished", lambda *arguments: finished(*arguments) ^ 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"), [(flip, "has another checksum"), (mix_up, "decodes to other bytes than were compressed")]
 )

@@ -196,6 +196,7 @@ def test_a_directory_in_its_own_place(trainer):
 MOMENTS = ["before the config", "after the config", "after the first file is removed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "shard_bytes"), [*itertools.product(MOMENTS, [None, 20_000]), ("amid the files of a set", 20_000)]
 )

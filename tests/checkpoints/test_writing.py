@@ -151,6 +151,7 @@ def assert_holds(path, tensors):
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_tensors_in_host_memory(tmp_path, monkeypatch, jobs):
     """Each thread codes a whole block alone. The caller's thread codes if it is the only one, and never writes."""
@@ -281,6 +282,7 @@ def break_off(monkeypatch):
     monkeypatch.setattr(Handle, "encode", interrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize(
     "fault, error, message",
@@ -349,6 +351,7 @@ def test_an_interrupt_that_the_caller_catches(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_tables_with_clusters(tmp_path, monkeypatch):
     """The codebooks of clusters need more space in the header than the shapes tell. `ibp.save` knows the codebooks."""
     x = embedding(4096, 1024, torch.bfloat16) * (0.5 ** (torch.arange(4096) % 64))[:, None].bfloat16()
@@ -363,6 +366,7 @@ def test_tables_with_clusters(tmp_path, monkeypatch):
     assert_holds(tmp_path / "x.safetensors", {"a": x})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_functions_that_return_tensors(tmp_path, jobs):
     """They may make a new tensor in each call, and lie among tensors."""
@@ -404,6 +408,7 @@ def write_as_on_a_gpu(path, tensors):
         write_blocks(writer, path.name, (coded_on_its_gpu(one, x, compressor) for one, x in sources.items()))
 
 
+@pytest.mark.slow
 def test_the_code_for_gpus_on_a_cpu(tmp_path):
     tensors = tensors_of_every_form()
     write_as_on_a_gpu(tmp_path / "x.safetensors", tensors)

@@ -342,6 +342,7 @@ def crowded(tmp_path):
     return Path("x.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "damaged", "by_codebook", "suspect"),
     [

@@ -41,6 +41,7 @@ def measured(monkeypatch):
         monkeypatch.setattr(_compressing.CODECS[name], "require", lambda: None)
 
 
+@pytest.mark.slow
 def test_which_is_taken(measured):
     """1 + 2/3 / link + 1 ns a byte of planes, 0.1 + 0.9 / link + 0.1 of lz4, 100 + 0.5 / link + 10 of zstd."""
     x = weights()
@@ -199,6 +200,7 @@ def test_on_a_gpu(cuda):
 # ---- the benchmark -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark(tmp_path, monkeypatch):
     """Rows of candidates with what was predicted beside what was measured, and a row for each link."""
     monkeypatch.setattr(harness, "MAX_REPEATS", 1)

@@ -376,6 +376,7 @@ def test_a_coder_passes_policies_on():
     assert made[0]["execution_policy"] == "latency" and made[0]["algorithm"] == "ANS"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, data_type", [(torch.float32, "<f4"), (torch.bfloat16, "<f2"), (torch.float16, "<f2")])
 def test_ans_codes_floats_by_the_type_that_saves_more(fake_nvcomp, dtype, data_type):
     dense, sparse = floats(dtype)

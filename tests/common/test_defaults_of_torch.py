@@ -160,6 +160,7 @@ DEFAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("call", CALLS)
 def test_defaults_of_torch_change_nothing(tmp_path, call, default):

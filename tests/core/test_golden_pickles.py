@@ -127,6 +127,7 @@ def test_files(release):
         assert_holds(contents("tables", name, table), wanted["tables"][name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_states_go_into_modules(release, monkeypatch):
     filled = modules()

@@ -353,6 +353,7 @@ def test_sizes_of_changes_that_are_not_those_of_their_parts(change_sizes, match)
     assert receiver.apply(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "kind", "match"),
     [
@@ -647,6 +648,7 @@ class HalfReceiver(ibp.deltas.PlacedReceiver):
         return {name: [ibp.deltas.ShardPlace(self.halves[name], 0, box)] for name, box in boxes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "halves", "tables"])
 def test_a_push_that_is_interrupted_anywhere_is_applied_once(kind):
     """What of it comes again is taken or is refused by name, and the next push finds its base."""

@@ -155,6 +155,7 @@ def test_two_ranks(two, work, dtype):
     two(work, dtype, "default")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [gather, spread, exchange_all], ids=lambda work: work.__name__)
 @pytest.mark.parametrize("level", LEVELS)
 def test_four_ranks(four, work, level):
@@ -294,6 +295,7 @@ def exchange_with_sizes_or_without(rank, device):
                 plan.least = 1 if call == 0 else 1 << 20  # more than a part has: all of them travel raw
 
 
+@pytest.mark.slow
 def test_sizes_that_some_ranks_leave_out(ranks):
     ranks(exchange_with_sizes_or_without, "cpu")
 
@@ -569,6 +571,7 @@ def gather_and_scatter(rank, cases):
     return {(kind.what, kind.root, kind.level, plan.codec is not None) for kind, plan in plans}
 
 
+@pytest.mark.slow
 def test_gathers_and_scatters(one, ranks):
     """All dtypes and levels; the last rank or rank 0 is the root; 1, 2 and 4 ranks."""
     assert one(gather_and_scatter, TO_ONE) == [set()]
@@ -872,6 +875,7 @@ def lose_in_one_piece(rank, num_pieces):
             assert_same_bits(out, torch.cat(xs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pieces", slow_but([3], [2, 3, 7]))
 def test_lost_rows_of_one_piece(ranks, num_pieces):
     ranks(lose_in_one_piece, num_pieces)

@@ -255,6 +255,7 @@ def test_nothing_begins_to_use_cuda(x, spelling, monkeypatch):
 # ---- between processes ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_arguments_of_processes(x, method, spelling, in_process):
@@ -300,6 +301,7 @@ def send_back(there, back):
     assert there.get(timeout=SECONDS) == "done"
 
 
+@pytest.mark.slow
 def test_a_table_in_a_tensors_memory_is_sent_as_bytes(x, in_process):
     table = ibp.compress(x.clone(), **OPTIONS, inplace=True)
     assert in_process("spawn", rows_of, table, [3])[1] == x[[3]].float().tolist()
@@ -316,6 +318,7 @@ SHARER = """
 """
 
 
+@pytest.mark.slow
 def test_processes_of_no_common_parent_and_their_deaths(in_process):
     """As torchrun starts them: the handle comes as bytes. The memory outlives its maker, however that ends, for those
     that have it, and nobody else."""
@@ -348,6 +351,7 @@ def kilobytes_of_the_table(table):
     return found["Rss"], found["Pss"], found["Private_Clean"] + found["Private_Dirty"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_counted_once(method, in_process):
     """Two processes that have read all of a table have half of it each."""

@@ -315,6 +315,7 @@ def make_table(x, scheme, place, cuda, **arguments):
     return table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["raw", "ibp", "planes"])
 def test_multiprocessors_of_bucketed_ids(scheme):
     """As many as decode at the rate of the link: few for rows that save little, all for rows of which little comes."""

@@ -103,6 +103,7 @@ def num_threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
 def test_tensors_of_several_blocks(tmp_path, monkeypatch, num_threads):
     """Each thread codes a whole block alone. The caller's thread codes only if torch has no other."""
@@ -240,6 +241,7 @@ class _Copies(DefaultSavePlanner):
             self.most_alive = max(self.most_alive, self.alive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
 def test_a_planner_that_copies(tmp_path, num_threads):
     """A rank holds a few of its tensors at once: those of its threads, and those whose blocks wait to be written."""
@@ -268,6 +270,7 @@ class _Interrupted(DefaultSavePlanner):
         return super().resolve_data(item)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2, 3, 4])
 def test_an_interrupted_save(tmp_path, calls):
     """The checkpoint before it is whole, and the next save removes what is left. The planner fails at its first call

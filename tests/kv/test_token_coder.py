@@ -107,6 +107,7 @@ def test_a_store_does_not_look_at_all_stores_before_it():
     assert counts[-1] == counts[1] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["planes", "raw"])
 @pytest.mark.parametrize("call", ["store", "truncate", "take"])
 def test_interrupted_calls_change_all_or_nothing(call, scheme):

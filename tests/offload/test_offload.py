@@ -690,6 +690,7 @@ def installed(model):
             yield name, attribute, tuple(held) if isinstance(held, dict) else None
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_interrupted_while_it_is_installed():
     """Wherever it is, the model is as it was, and can be offloaded."""

@@ -565,6 +565,7 @@ def never_worse(rng):
 NEVER_WORSE = dict(never_worse(np.random.default_rng(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NEVER_WORSE)
 def test_never_worse_than_one_codebook(name, scheme):

@@ -61,6 +61,7 @@ def test_features_are_those_set(features):
 # ---- rows against the numpy references -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], [(), (1, 4), (2, 2, 2, 3), (3, 3)], KINDS), ids=str
 )

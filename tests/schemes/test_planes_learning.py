@@ -379,6 +379,7 @@ def shifted_columns(num_rows=600, num_columns=32):
     return torch.arange(num_columns) / 4 + torch.randn(num_rows, num_columns).abs() / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, dtype, widths",
     [
@@ -460,6 +461,7 @@ def golden_codebooks():
     return json.loads(make_learned.FILE.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", make_learned.CASES)
 def test_the_same_codebook_in_every_version(golden_codebooks, name, dtype):
     """Files that are written again stay the same bytes, and ranks with other machines find the same codebooks."""

@@ -142,6 +142,7 @@ def test_auto_of_a_sample():
         assert compress(x, layout="packed").stored_bytes <= 1.002 * min(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["slots", "packed"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_choice_every_time(scheme, layout):
@@ -362,6 +363,7 @@ def test_damaged_bytes(kind, layout):
     assert found > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", DAMAGED_LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_index(kind, layout):

@@ -133,6 +133,7 @@ ROW_BYTES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row_bytes, layout_scheme, kind",
     pairwise(ROW_BYTES, [("slots", "ibp"), ("packed", "planes")], ["sparse", "random"]),
@@ -167,6 +168,7 @@ def test_rows_that_cut_elements(dtype, row_bytes):
         assert table.scheme == "planes" and row_bytes % table.codebook.element_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, scheme", [("slots", "ibp"), ("packed", "planes")])
 @pytest.mark.parametrize("item_bytes", [65537, 65536 + 4096, 100_001, 1 << 18])
 def test_items_longer_than_a_row(item_bytes, layout, scheme):

@@ -40,6 +40,7 @@ def test_names_that_the_root_lacks(name):
         getattr(ibp, name)
 
 
+@pytest.mark.slow
 def test_python_says_what_was_meant():
     command = [sys.executable, "-c", "import ibp; ibp.compres"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
