@@ -68,6 +68,7 @@ def fetch(rank, kind, options):
     return own.scheme, own.codebook, own.savings, own.layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, options",
     [

@@ -108,6 +108,7 @@ def test_window_bits(num_items, item_bytes):
         assert item_bytes << bits >= handle.WINDOW_BYTES // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_partitioned_gather_puts_items_where_they_belong(layout, scheme):

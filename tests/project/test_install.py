@@ -95,6 +95,7 @@ def pkg_config():
         pytest.skip("there is no pkg-config")
 
 
+@pytest.mark.slow
 def test_installed_files(installed):
     files = files_below(installed.prefix)
     lib = ["libibp.a", "libibp.so", SONAME, f"libibp.so.{VERSION}", "pkgconfig/ibp.pc"]

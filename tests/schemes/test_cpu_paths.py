@@ -132,6 +132,7 @@ def test_tables_are_the_same(name, scheme):
         assert_same_bits(coded_with(features, lambda: ibp.index_select(plain, ids)), x[ids])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_rows", [(1234,), (1999, 777), (0,)], ids=str)
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
 def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):

@@ -340,6 +340,7 @@ def check_against_numpy(table):
 DAMAGED_LAYOUTS = [{}, {"slot_bytes": 32}, {"slot_bytes": 192}, {"layout": "packed"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", DAMAGED_LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_bytes(kind, layout):
