@@ -35,6 +35,7 @@ MOST_OF_A_TEST, MOST_OF_THE_EXIT, SAME_TIMER = 1200, 120, 60
 
 LONGEST = ("tests/cuda/test_emulated_", "tests/core/test_c_core.py::test_c_core", "tests/core/test_sanitized.py")
 HAS_GPU = torch.cuda.is_available()
+REQUIRED = ("IBP_REQUIRE_CUDA", "IBP_REQUIRE_CUDA_DEVICES")  # With these set, a test without its GPUs fails.
 
 
 def pytest_configure(config):
@@ -56,11 +57,12 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """Raises UsageError if the name of a test contains an address. pytest-xdist needs the same names in every process.
     Without a GPU, leaves out the tests that need one, because to skip each of thousands takes seconds. If
-    IBP_REQUIRE_CUDA=1, they stay, and fail."""
+    IBP_REQUIRE_CUDA or IBP_REQUIRE_CUDA_DEVICES asks for GPUs, they stay, and fail."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
-    if not HAS_GPU and os.environ.get("IBP_REQUIRE_CUDA") != "1":
+    are_required = any(os.environ.get(name, "0") not in ("", "0") for name in REQUIRED)
+    if not HAS_GPU and not are_required:
         of_gpus = [item for item in items if {"cuda", "gpus"} & {*item.fixturenames}]
         config.hook.pytest_deselected(items=of_gpus)
         left_out = {*of_gpus}

@@ -216,7 +216,7 @@ IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t col
 
 /* The form in which the k listed positions of a row are stored. It is not stored itself, because it follows from k and
  * the number of columns. A list has the form of Elias and Fano: for its j-th position p, bit (p >> low_bits) + j of the
- * upper bits is 1; the low bits of all positions follow, from the next byte on. */
+ * upper bits is 1. The low bits of all positions begin at the first byte after the upper bits. */
 typedef struct ibp_position_form {
     uint32_t is_list;       /* 1: a list; 0: a bitmap */
     uint32_t is_complement; /* 1: the list has the other columns - k positions, those that are not listed */
@@ -246,8 +246,9 @@ IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;
 }
-/* Returns the shortest form for k listed positions. If several forms are equally short, returns the first of: a
- * bitmap; lists of the listed positions with 0, 1, 2 ... low bits; such lists of the positions that are not listed. */
+/* Returns the shortest form for k listed positions. If several forms are equally short, returns the first one in this
+ * order: the bitmap; lists of the listed positions, those with fewer low bits first; lists of the positions that are
+ * not listed, likewise. */
 IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
 {
     ibp_position_form best = ibp_bitmap_form(k, columns);

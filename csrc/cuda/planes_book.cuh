@@ -10,8 +10,9 @@
 // these terms, too:
 //
 //     dense row       a row that stores the values of all its live columns
-//     listed row      a row that stores the values of only those elements that differ from the default value (with
-//                     signed_default: in more than the highest bit), and says which elements these are
+//     listed row      a row that stores the values of only those elements that differ from the default value, and says
+//                     which elements these are. With signed_default, an element whose highest bit alone differs from
+//                     the default value is not among them
 //     escape          a digit whose bits are all ones. No entry of this plane or an earlier one is the element's symbol
 //     reach           an element reaches a plane if its digits in all earlier planes are escapes; all elements reach
 //                     plane 0. An element that has an escape in every plane has a raw symbol

@@ -67,7 +67,7 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 #define IBP_MOST_VECTORS 512  /* largest number of vectors of one call */
 #define IBP_MOST_MATRICES 4   /* largest number of matrices of one call */
-#define IBP_MOST_INVARIANT 32 /* for up to so many vectors, a result does not depend on how many vectors the call has */
+#define IBP_MOST_INVARIANT 32 /* largest number of vectors with which a vector's result is the same as alone */
 
 /* An element that is coded as the escape, because its exponent is not among the entries of the codebook. */
 typedef struct {

@@ -5,10 +5,10 @@
 //
 // 1. The group visits planes 0 to 3 in order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
 //    escapes. It keeps the nibbles of plane 0 in shared memory, and the first chunk of plane 1 in registers (a chunk is
-//    the digits of plane 1 that a group takes at a time). Of further chunks it only counts the escapes, and loads the
-//    digits once more in phase 2. Elements that reach plane 2 or 3 get their names one at a time: level 2 gets a byte
-//    for each element that reaches plane 2, and a list holds the elements that have no name yet; plane 3, or their raw
-//    symbols, will overwrite the bytes of these.
+//    the digits of plane 1 that a group takes at a time). It counts the escapes of the other chunks, but does not keep
+//    their digits, which it loads again in phase 2. A lane names the elements that reach plane 2 or 3 one at a time.
+//    Level 2 has a byte for each element that reaches plane 2, and a list holds the elements that have no name yet. The
+//    bytes of the elements in the list are overwritten later, in plane 3 or by raw symbols.
 // 2. Raw symbols complete level 2. Then the group returns to plane 1. A lane takes 16 digits at a time, whose nibbles
 //    select bytes of the plane's names (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the
 //    nibbles says which bytes.
@@ -203,8 +203,8 @@ template <typename T, class G> struct AnyDigits {
         }
 #pragma unroll
         for (uint32_t k = 0; k < Counts::kWords; k++)
-            // A sum of 256 overflows its field, which can happen in the last lane alone. To subtract the lane's own
-            // count takes the carry back.
+            // In the last lane a sum can be 256. It then overflows its field and adds 1 to the next field. The
+            // subtraction of the lane's own count undoes this.
             tile.lower.words[k] = G::scan_in_warp(counts.words[k]) - counts.words[k];
         return tile.num_escaped = G::sum_in_warp(escaped);
     }

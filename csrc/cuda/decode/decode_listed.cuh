@@ -5,17 +5,17 @@
 //    has the right length. If all listed elements of the row fit in one batch, the warp finds their ranks at the same
 //    time.
 // 2. Positions. A bitmap is used as it is. A list of the listed columns is turned into an array of columns if at most
-//    one column in eight is listed and there is no signed_default. Any other list is turned into a bitmap, as is every
-//    list of the columns that are not listed.
+//    one column in eight is listed and there is no signed_default. Otherwise the list is turned into a bitmap. A list
+//    of the columns that are not listed is always turned into a bitmap.
 // 3. Elements. The listed elements are joined in batches: each entry or raw symbol is combined with its residual. If a
 //    row has several batches, the ranks of a batch are found first. In plane 0 a lane takes eight digits at a time, and
 //    the elements whose digits are escapes go to the list of escaped elements. In the other planes a lane takes one
 //    element of this list at a time. A lane joins eight elements at a time.
 // 4. Columns. The warp goes through tiles of columns. A lane makes 16 bytes of output at a time. The bits of the bitmap
 //    say which of its columns are listed, and a prefix sum over the counts of these bits says which listed elements
-//    belong to these columns. Lane j has the bits of 32 columns; the lanes that make these columns get them by a
-//    shuffle. All other columns get the default. If there is an array of columns, the default is written to all
-//    columns, and then each listed element is stored in its column.
+//    belong to these columns. Lane j has the bits of columns 32 j to 32 j + 31 of the tile. If a lane makes columns
+//    whose bits another lane has, it gets these bits by a shuffle. All other columns get the default. If there is an
+//    array of columns, the default is written to all columns, and then each listed element is stored in its column.
 //
 // A batch has room for 1,024 elements or, if a row has fewer columns, for as many elements as the row has columns,
 // rounded up to a multiple of 16. If rows have more than 8 KiB, a batch has room for 256 elements. If all listed

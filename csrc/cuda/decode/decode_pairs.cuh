@@ -6,8 +6,9 @@
 // tiles.cuh explains tiles, names and levels. Its three phases are as follows here:
 //
 // 1. The group visits planes 0 to 3 in order, and counts escapes. A lane keeps its digits of plane 0 and of the first
-//    chunk of plane 1 in registers. The few elements that reach plane 2 or 3 get their names one at a time: level 2
-//    gets a byte for each element that reaches plane 2, and a list holds the elements that have no name yet.
+//    chunk of plane 1 in registers. A lane names the few elements that reach plane 2 or 3 one at a time. In plane 2 it
+//    names four at a time if they are bytes and the group is a part of a warp. Level 2 has a byte for each element that
+//    reaches plane 2, and a list holds the elements that have no name yet.
 // 2. Raw symbols complete level 2. Then the group returns to plane 1. A lane takes 16 digits at a time, and spreads
 //    them to nibbles, which select bytes of the plane's entries (`prmt`). Escaped elements take bytes of level 2
 //    instead; a prefix sum over the nibbles says which bytes.

@@ -23,8 +23,9 @@
 // the escapes of the whole row are counted first, and then each tile is visited to find its digits.
 //
 // Every element gets a name, which is one byte from which Names makes the element's symbol, such as the symbol itself
-// or the rank of an entry. The names of a plane are a table with a name for each digit that is no escape. An element
-// whose digit in plane p is an escape takes its name from level p + 1. A level is an array of names in shared memory:
+// or the rank of an entry. The names of a plane are a table, which has a name for every digit except the escape. An
+// element whose digit in plane p is an escape takes its name from level p + 1. A level is an array of names in shared
+// memory:
 //
 //     level 1    the names of the elements that reach plane 1
 //     level 2    the names of the elements that reach plane 2. These names come from plane 2, plane 3 and raw symbols
